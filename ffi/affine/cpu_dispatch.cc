@@ -1,0 +1,65 @@
+// Chooses the instruction set once per process.
+#include <cstdlib>
+#include <cstring>
+
+#include "ffi/affine/cpu_kernels.h"
+
+namespace jq {
+
+#define JQ_DECLARE(isa)                  \
+  namespace isa {                        \
+  extern const CpuKernels cpu_kernels;   \
+  }
+JQ_DECLARE(portable)
+#if defined(JQ_X86_LEVELS)
+JQ_DECLARE(v2)
+JQ_DECLARE(v3)
+JQ_DECLARE(v4)
+#endif
+
+namespace {
+
+struct Candidate {
+  const CpuKernels* kernels;
+  bool supported;
+};
+
+const CpuKernels& Choose() {
+  const Candidate candidates[] = {
+      {&portable::cpu_kernels, true},
+#if defined(JQ_X86_LEVELS)
+      {&v2::cpu_kernels, __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("ssse3")},
+      {&v3::cpu_kernels,
+       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+           __builtin_cpu_supports("f16c")},
+      {&v4::cpu_kernels,
+       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
+#endif
+  };
+  const char* wanted = std::getenv("JAXQUANT_ISA");
+  const CpuKernels* best = nullptr;
+  for (const Candidate& candidate : candidates) {
+    if (!candidate.supported) continue;
+    if (wanted != nullptr && std::strcmp(wanted, candidate.kernels->isa) == 0) return *candidate.kernels;
+    best = candidate.kernels;
+  }
+  return *best;
+}
+
+}  // namespace
+
+const CpuKernels& CpuKernelsHere() {
+  static const CpuKernels& chosen = Choose();
+  return chosen;
+}
+
+const char* CompiledIsas() {
+#if defined(JQ_X86_LEVELS)
+  return "portable v2 v3 v4";
+#else
+  return "portable";
+#endif
+}
+
+}  // namespace jq

@@ -1,0 +1,63 @@
+// The CPU side's tables: loops that belong to an operation, and the drivers that walk a tensor with them. One set per
+// instruction set, compiled from the same sources with JQ_ISA naming the set; dispatch.cc chooses once.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/affine/arguments.h"
+
+namespace jq {
+
+// Loops over consecutive elements, for arithmetic in Real.
+template <typename Real>
+struct Loops {
+  // out = f(x) or, for gradients, f(dy, x). per_element: scale and zero point have a value per element.
+  using Map = void (*)(const Real* dy, const void* x, void* out, int64_t n, const Real* scale, const Real* zero_point,
+                       bool per_element, Range<Real> range);
+  // dx of up to kChunk elements that share a scale, and their two sums.
+  using Row = void (*)(const Real* dy, const Real* x, Real* dx, int64_t n, Real scale, Real zero_point,
+                       Range<Real> range, Real* dscale, Real* dzero_point);
+  // dx of elements that belong to neighbouring sums, whose terms are added to one lane each.
+  using Columns = void (*)(const Real* dy, const Real* x, Real* dx, int64_t n, const Real* scale,
+                           const Real* zero_point, Range<Real> range, Real* scale_lane, Real* zero_lane);
+
+  // Null where there is no loop for the pair; the driver then converts a tile at a time from or to Real.
+  Map (*value)(DType x, DType out);
+  Map gradient;
+  Row row;
+  Columns columns;
+};
+
+// One operation's loops.
+struct AffineLoops {
+  Loops<float> single;
+  Loops<double> wide;
+};
+
+struct PackingLoops {
+  void (*pack)(const uint8_t* in, uint8_t* out, int64_t n, int bits);
+  void (*unpack)(const uint8_t* in, uint8_t* out, int64_t n, int bits, bool is_signed);
+};
+
+// Everything compiled for one instruction set.
+struct CpuKernels {
+  const char* isa;
+  const AffineLoops* fake_quantize;
+  const AffineLoops* quantize;
+  const AffineLoops* dequantize;
+  const PackingLoops* packing;
+
+  // Elements [begin, end) of x; stream: write past the caches. False: no conversion for these types.
+  bool (*map)(const AffineLoops&, const MapArguments&, bool gradient, int64_t begin, int64_t end, bool stream);
+  // dx and the sums: units [begin, end) of gradient_units, each of about unit_size elements; then finish once.
+  int64_t (*gradient_units)(const ScaleView&);
+  bool (*gradient)(const AffineLoops&, const GradientArguments&, int64_t begin, int64_t end);
+  void (*gradient_finish)(const GradientArguments&);
+};
+
+// The kernels for this machine, or those that JAXQUANT_ISA names (an unknown or unsupported name: the machine's).
+const CpuKernels& CpuKernelsHere();
+// Compiled-in instruction sets, best last, separated by spaces.
+const char* CompiledIsas();
+
+}  // namespace jq

@@ -1,0 +1,22 @@
+// fake_quantize on CPU: the mathematics of math.h in the loops of cpu_loops.h, compiled once per instruction set.
+#include "ffi/affine/fake_quantize/math.h"
+
+#include "ffi/affine/cpu_loops.h"
+
+namespace jq {
+namespace JQ_ISA {
+namespace {
+
+template <typename Real>
+typename Loops<Real>::Map ValueLoop(DType x, DType out) {
+  if (x != kRealType<Real> || out != kRealType<Real>) return nullptr;
+  return MapLoop<ValueOf<FakeQuantize>, Real, Real, Real>;
+}
+
+}  // namespace
+
+extern const AffineLoops fake_quantize_loops;
+const AffineLoops fake_quantize_loops = {LoopsOf<FakeQuantize, float>(ValueLoop<float>), LoopsOf<FakeQuantize, double>(ValueLoop<double>)};
+
+}  // namespace JQ_ISA
+}  // namespace jq

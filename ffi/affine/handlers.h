@@ -1,0 +1,238 @@
+// The FFI handlers of the affine operations, written once for every platform: read and check the operands, then hand
+// plain arguments to Platform, which launches. A Platform has
+//   Context, Bind()                                   what XLA passes first, and the binding that asks for it
+//   Map(context, Op, MapArguments, gradient)          element-wise
+//   PackedMap(context, Op, MapArguments, PackArguments)   quantise straight to packed codes
+//   Gradient(context, Op, GradientArguments)          dx and sums
+//   Pack / Unpack(context, PackArguments)
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/affine/arguments.h"
+#include "ffi/common/checks.h"
+
+namespace jq {
+
+enum class Op { kFakeQuantize, kQuantize, kDequantize };
+
+constexpr const char* NameOf(Op op) {
+  return op == Op::kFakeQuantize ? "fake_quantize" : op == Op::kQuantize ? "quantize" : "dequantize";
+}
+
+template <typename Platform>
+class Handlers {
+  using Context = typename Platform::Context;
+  using Any = ffi::AnyBuffer;
+  using Result = ffi::Result<ffi::AnyBuffer>;
+
+ public:
+  // (x, scale, zero_point) -> out. packed_bits: 4 or 2 for packed codes, else 0.
+  template <Op op>
+  static ffi::Error Value(Context context, Any x, Any scale, Any zero_point, Result out, int64_t qmin, int64_t qmax,
+                          int64_t packed_bits) {
+    const char* name = NameOf(op);
+    ScaleView view;
+    MapArguments a{};
+    JQ_RETURN_IF_ERROR(ReadScaleView(name, x, scale, zero_point, &view));
+    JQ_RETURN_IF_ERROR(ReadDType(name, op == Op::kDequantize ? "q" : "x", x, &a.x_type));
+    JQ_RETURN_IF_ERROR(ReadDType(name, "result", *out, &a.out_type));
+    a.wide = (op == Op::kDequantize ? a.out_type : a.x_type) == DType::kF64;
+    JQ_RETURN_IF_ERROR(CheckParameters(name, scale, zero_point, a.wide));
+    if (op == Op::kFakeQuantize && a.x_type != a.out_type) return Refuse(name, "result", "x's type", "another");
+    a.view = &view;
+    a.x = x.untyped_data();
+    a.scale = scale.untyped_data();
+    a.zero_point = zero_point.untyped_data();
+    a.out = out->untyped_data();
+    a.qmin = static_cast<double>(qmin);
+    a.qmax = static_cast<double>(qmax);
+    if (packed_bits == 0) {
+      JQ_RETURN_IF_ERROR(CheckShape(name, "result", *out, x));
+      if (view.size == 0) return ffi::Error::Success();
+      return Platform::Map(context, op, a, false);
+    }
+    PackArguments p{};
+    JQ_RETURN_IF_ERROR(ReadPacking(name, x.dimensions(), *out, packed_bits, &p));
+    if (view.size == 0) return ffi::Error::Success();
+    a.out_type = DType::kI8;
+    p.out = a.out;
+    return Platform::PackedMap(context, op, a, p);
+  }
+
+  // (dy, x, scale, zero_point) -> dx, dscale, dzero_point, scratch. want: 1 dx, 2 dscale, 4 dzero_point; the results
+  // that are not wanted are empty.
+  template <Op op>
+  static ffi::Error Gradient(Context context, Any dy, Any x, Any scale, Any zero_point, Result dx, Result dscale,
+                             Result dzero_point, Result scratch, int64_t qmin, int64_t qmax, int64_t want) {
+    const char* name = NameOf(op);
+    ScaleView view;
+    GradientArguments a{};
+    JQ_RETURN_IF_ERROR(ReadScaleView(name, x, scale, zero_point, &view));
+    JQ_RETURN_IF_ERROR(ReadDType(name, "x", x, &a.type));
+    a.wide = a.type == DType::kF64;
+    JQ_RETURN_IF_ERROR(CheckParameters(name, scale, zero_point, a.wide));
+    JQ_RETURN_IF_ERROR(CheckShape(name, "dy", dy, x));
+    JQ_RETURN_IF_ERROR(CheckType(name, "dy", dy, x.element_type()));
+    JQ_RETURN_IF_ERROR(CheckType(name, "dx", *dx, x.element_type()));
+    a.view = &view;
+    a.dy = dy.untyped_data();
+    a.x = x.untyped_data();
+    a.scale = scale.untyped_data();
+    a.zero_point = zero_point.untyped_data();
+    a.qmin = static_cast<double>(qmin);
+    a.qmax = static_cast<double>(qmax);
+    if (want & 1) {
+      JQ_RETURN_IF_ERROR(CheckShape(name, "dx", *dx, x));
+      a.dx = dx->untyped_data();
+    }
+    const int64_t scratch_size = ScratchSize(view.ReducedSize(), view.scale_size);
+    const ffi::DataType real = a.wide ? ffi::DataType::F64 : ffi::DataType::F32;
+    for (const int64_t bit : {2, 4}) {
+      if (!(want & bit)) continue;
+      Any result = bit == 2 ? *dscale : *dzero_point;
+      JQ_RETURN_IF_ERROR(CheckShape(name, bit == 2 ? "dscale" : "dzero_point", result, scale));
+      JQ_RETURN_IF_ERROR(CheckType(name, bit == 2 ? "dscale" : "dzero_point", result, real));
+      (bit == 2 ? a.dscale : a.dzero_point) = result.untyped_data();
+    }
+    if (view.scale_size == 0) return ffi::Error::Success();
+    if (want & 6) {
+      JQ_RETURN_IF_ERROR(CheckType(name, "scratch", *scratch, real));
+      JQ_RETURN_IF_ERROR(CheckSize(name, "scratch", *scratch, 2 * scratch_size));
+      a.scratch = scratch->untyped_data();
+      return Platform::Gradient(context, op, a);
+    }
+    if (view.size == 0 || !(want & 1)) return ffi::Error::Success();
+    MapArguments map{};
+    map.view = &view;
+    map.x_type = map.out_type = a.type;
+    map.wide = a.wide;
+    map.dy = a.dy;
+    map.x = a.x;
+    map.scale = a.scale;
+    map.zero_point = a.zero_point;
+    map.out = a.dx;
+    map.qmin = a.qmin;
+    map.qmax = a.qmax;
+    return Platform::Map(context, op, map, true);
+  }
+
+  static ffi::Error Pack(Context context, Any codes, Result packed, int64_t bits) {
+    PackArguments p{};
+    JQ_RETURN_IF_ERROR(ReadPacking("pack", codes.dimensions(), *packed, bits, &p));
+    JQ_RETURN_IF_ERROR(CheckBytes("pack", "codes", codes));
+    p.in = codes.untyped_data();
+    p.out = packed->untyped_data();
+    return p.rows == 0 || p.row_size == 0 ? ffi::Error::Success() : Platform::Pack(context, p);
+  }
+
+  static ffi::Error Unpack(Context context, Any packed, Result codes, int64_t bits) {
+    PackArguments p{};
+    JQ_RETURN_IF_ERROR(ReadPacking("unpack", codes->dimensions(), packed, bits, &p));
+    JQ_RETURN_IF_ERROR(CheckBytes("unpack", "codes", *codes));
+    p.is_signed = codes->element_type() == ffi::DataType::S8;
+    p.in = packed.untyped_data();
+    p.out = codes->untyped_data();
+    return p.rows == 0 || p.row_size == 0 ? ffi::Error::Success() : Platform::Unpack(context, p);
+  }
+
+ private:
+  static ffi::Error CheckParameters(const char* name, Any scale, Any zero_point, bool wide) {
+    const ffi::DataType real = wide ? ffi::DataType::F64 : ffi::DataType::F32;
+    JQ_RETURN_IF_ERROR(CheckType(name, "scale", scale, real));
+    return CheckType(name, "zero_point", zero_point, real);
+  }
+
+  static ffi::Error CheckBytes(const char* name, const char* operand, Any buffer) {
+    const bool bytes = buffer.element_type() == ffi::DataType::S8 || buffer.element_type() == ffi::DataType::U8;
+    return bytes ? ffi::Error::Success()
+                 : Refuse(name, operand, "int8 or uint8", static_cast<int>(buffer.element_type()));
+  }
+
+  // The packed array has the codes' shape but for the last axis.
+  static ffi::Error ReadPacking(const char* name, Any::Dimensions codes, Any packed, int64_t bits, PackArguments* p) {
+    if (bits != 4 && bits != 2) return Refuse(name, "bits", "4 or 2", bits);
+    JQ_RETURN_IF_ERROR(CheckType(name, "packed", packed, ffi::DataType::U8));
+    const auto got = packed.dimensions();
+    bool same = codes.size() >= 1 && got.size() == codes.size();
+    p->rows = 1;
+    for (size_t d = 0; same && d + 1 < codes.size(); ++d) {
+      same = got[d] == codes[d];
+      p->rows *= codes[d];
+    }
+    if (same) {
+      p->row_size = codes.back();
+      same = got.back() == (p->row_size * bits + 7) / 8;
+    }
+    if (!same) {
+      return Refuse(name, "packed", std::to_string(8 / bits) + " codes to a byte along the last axis of codes of shape " +
+                    Shape(codes.begin(), codes.size()), Shape(packed));
+    }
+    p->bits = static_cast<int>(bits);
+    // Whole bytes only: the array is then one long row.
+    if (p->row_size * bits % 8 == 0) {
+      p->row_size *= p->rows;
+      p->rows = p->row_size == 0 ? 0 : 1;
+    }
+    return ffi::Error::Success();
+  }
+};
+
+// One C function per target, as the FFI registry wants it.
+template <typename Platform, Op op>
+XLA_FFI_Error* ValueHandler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = Platform::Bind()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Ret<ffi::AnyBuffer>()
+                             .template Attr<int64_t>("qmin")
+                             .template Attr<int64_t>("qmax")
+                             .template Attr<int64_t>("packed_bits")
+                             .To(Handlers<Platform>::template Value<op>, Platform::kTraits)
+                             .release();
+  return handler->Call(frame);
+}
+template <typename Platform, Op op>
+XLA_FFI_Error* GradientHandler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = Platform::Bind()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Ret<ffi::AnyBuffer>()
+                             .template Ret<ffi::AnyBuffer>()
+                             .template Ret<ffi::AnyBuffer>()
+                             .template Ret<ffi::AnyBuffer>()
+                             .template Attr<int64_t>("qmin")
+                             .template Attr<int64_t>("qmax")
+                             .template Attr<int64_t>("want")
+                             .To(Handlers<Platform>::template Gradient<op>, Platform::kTraits)
+                             .release();
+  return handler->Call(frame);
+}
+template <typename Platform, bool kPack>
+XLA_FFI_Error* PackingHandler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = Platform::Bind()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Ret<ffi::AnyBuffer>()
+                             .template Attr<int64_t>("bits")
+                             .To(kPack ? Handlers<Platform>::Pack : Handlers<Platform>::Unpack, Platform::kTraits)
+                             .release();
+  return handler->Call(frame);
+}
+
+// f(name, handler) for every target: the one list of operations on the C++ side.
+template <typename Platform, typename F>
+void ForEachTarget(const F& f) {
+  f("fake_quantize", ValueHandler<Platform, Op::kFakeQuantize>);
+  f("quantize", ValueHandler<Platform, Op::kQuantize>);
+  f("dequantize", ValueHandler<Platform, Op::kDequantize>);
+  f("fake_quantize_gradient", GradientHandler<Platform, Op::kFakeQuantize>);
+  f("quantize_gradient", GradientHandler<Platform, Op::kQuantize>);
+  f("dequantize_gradient", GradientHandler<Platform, Op::kDequantize>);
+  f("pack", PackingHandler<Platform, true>);
+  f("unpack", PackingHandler<Platform, false>);
+}
+
+}  // namespace jq

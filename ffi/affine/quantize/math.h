@@ -1,0 +1,37 @@
+// quantize: the code of x. See jaxquant/affine/quantize.py.
+#pragma once
+
+#include "ffi/common/numeric.h"
+
+namespace jq {
+
+struct Quantize {
+  template <typename Real>
+  static JQ_HOST_DEVICE Real Value(Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
+    const Real v = RoundHalfToEven(scale.Divide(x)) + zero_point;
+    const Real code = v == v ? v : zero_point;  // NaN has no code; the zero point's dequantises to 0
+    // Written so that even a NaN zero point gives a code: no conversion to integer ever meets a NaN.
+    const Real above_qmin = code >= range.qmin ? code : range.qmin;
+    return above_qmin > range.qmax ? range.qmax : above_qmin;
+  }
+
+  // The codes seen as floating-point numbers; in range dy / scale, the operation this project began with.
+  template <typename Real>
+  struct Gradient {
+    Real dx, dscale, dzero_point;
+
+    static JQ_HOST_DEVICE Gradient Of(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
+      const Real t = scale.Divide(x);
+      const Real v = RoundHalfToEven(t) + zero_point;
+      const bool inside = v >= range.qmin && v <= range.qmax;
+      const Real slope = scale.Divide(dy);
+      Gradient g;
+      g.dx = inside ? slope : Real(0);
+      g.dscale = inside ? -(slope * t) : Real(0);
+      g.dzero_point = inside ? dy : Real(0);
+      return g;
+    }
+  };
+};
+
+}  // namespace jq

@@ -1,0 +1,33 @@
+"""Quantisation kernels for JAX that compose with jit, vmap, grad and sharding."""
+
+from jaxquant import forward_mode
+from jaxquant._core.information import export_checks, info
+from jaxquant._core.platforms import register_kernels
+from jaxquant.affine.dequantize import dequantize
+from jaxquant.affine.fake_quantize import fake_quantize
+from jaxquant.affine.packing import pack, unpack
+from jaxquant.affine.qparams import QParams
+from jaxquant.affine.quantize import (
+    quantize,
+    quantize_backward,
+    quantize_per_channel,
+    quantize_per_channel_backward,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "QParams",
+    "dequantize",
+    "export_checks",
+    "fake_quantize",
+    "forward_mode",
+    "info",
+    "pack",
+    "quantize",
+    "quantize_backward",
+    "quantize_per_channel",
+    "quantize_per_channel_backward",
+    "register_kernels",
+    "unpack",
+]

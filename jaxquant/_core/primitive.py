@@ -1,0 +1,292 @@
+"""How an operation becomes a JAX primitive: evaluation, batching, partitioning and lowering for every platform.
+
+An operation is described once (`Operation`): the roles of its operands, the shapes of its results, its reference in
+jax.numpy and its FFI attributes. Everything here follows from shapes alone. An array either has the full shape or, axis
+by axis, 1, the full size or a number of equal blocks of it (scales, zero points, packed codes): that is all that
+batching and sharding need to know, so per-tensor, per-channel, per-token and blocks are one rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir, xla
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxquant._core import compat, ffi
+
+Role = Literal["full", "scale", "packed"]
+
+
+class Result(NamedTuple):
+    role: Role
+    shape: tuple[Any, ...]
+    dtype: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What is particular to one primitive.
+
+    results(*operands, **params) gives the results from anything with shape and dtype; the full-sized array leads.
+    scratch(*operands, **params) gives one more result that only the kernel sees.
+    attributes(**params) gives the integers that the FFI handler reads.
+    dtypes: what the leading operand may be.
+    """
+
+    name: str
+    operands: tuple[Role, ...]
+    results: Callable[..., list[Result]]
+    reference: Callable[..., Any]
+    attributes: Callable[..., dict[str, int]]
+    dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
+    scratch: Callable[..., Result] | None = None
+    pad_results: Callable[..., list[Result | None]] | None = None
+
+
+# Every primitive of the package by name: info(), register_kernels() and the tests read it.
+OPERATIONS: dict[str, tuple[Operation, Primitive]] = {}
+
+
+def build(operation: Operation, *, multiple_results: bool = False) -> Primitive:
+    """The primitive of an operation, with every rule but differentiation, which belongs beside the mathematics."""
+    primitive = Primitive(f"jaxquant_{operation.name}")
+    primitive.multiple_results = multiple_results
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
+    primitive.def_abstract_eval(partial(_abstract, operation, multiple_results))
+    compat.needs_devices(primitive)
+    batching.primitive_batchers[primitive] = partial(_batch, operation, primitive)
+    mlir.register_lowering(primitive, partial(_lower, operation, multiple_results, None))
+    OPERATIONS[operation.name] = (operation, primitive)
+    for platform in ffi.platforms_with(operation.name):
+        use_kernels(operation.name, platform)
+    return primitive
+
+
+def use_kernels(name: str, platform: str) -> None:
+    """Lowers primitive `name` to its FFI target on `platform`."""
+    operation, primitive = OPERATIONS[name]
+    rule = partial(_lower, operation, primitive.multiple_results, platform)
+    mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    """Binds with operands that vary over the same manual axes, as shard_map requires."""
+    return primitive.bind(*compat.match_varying_axes(*operands), **params)
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def _abstract(operation: Operation, multiple_results: bool, *operands: Any, **params: Any) -> Any:
+    avals = []
+    for result in operation.results(*operands, **_public(params)):
+        # Shaped like the operand of the same role: it carries the explicit sharding and the varying axes.
+        like = operands[operation.operands.index(result.role)] if result.role in operation.operands else operands[0]
+        aval = like.update(shape=result.shape, dtype=jnp.dtype(result.dtype), weak_type=False)
+        if aval.shape != like.shape:
+            aval = aval.update(sharding=_legal_sharding(aval.shape, like.sharding))
+        avals.append(aval)
+    return avals if multiple_results else avals[0]
+
+
+def _legal_sharding(shape: tuple[Any, ...], sharding: Any) -> Any:
+    """`sharding` without the axes that no longer divide `shape`."""
+    spec = [axes if _divides(size, _parts(sharding.mesh, axes)) else None for size, axes in zip(shape, sharding.spec, strict=True)]
+    return sharding.update(spec=PartitionSpec(*spec))
+
+
+def _public(params: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key != "implementation"}
+
+
+# ------------------------------------------------------------------------------------------------------------ batching
+
+
+def _batch(operation: Operation, primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    # A scale that nobody maps stays one: a leading axis of 1 shares it without a copy. Where a result is a sum for
+    # each scale, every example needs its own.
+    summed = any(r.role == "scale" for r in operation.results(*operands, **_public(params)))
+    scales_mapped = [d is not None for role, d in zip(operation.operands, dims, strict=True) if role == "scale"]
+    spread_scales = summed or any(scales_mapped)
+    moved = []
+    for role, x, d in zip(operation.operands, operands, dims, strict=True):
+        if d is not None:
+            moved.append(jnp.moveaxis(x, d, 0))
+        elif role != "scale" or spread_scales:
+            moved.append(jnp.broadcast_to(x[None], (size, *x.shape)))
+        else:
+            moved.append(x[None])
+    out = bind(primitive, *moved, **params)
+    return out, (0,) * len(out) if primitive.multiple_results else 0
+
+
+# ------------------------------------------------------------------------------------------------------------ lowering
+
+
+def _lower(operation: Operation, multiple_results: bool, platform: str | None, ctx: Any, *operands: Any, **params: Any) -> Any:
+    implementation = params.pop("implementation")
+    target = None
+    if implementation != "xla":
+        target = ffi.target(operation.name, platform, implementation)
+    lowered: Callable[..., Any]
+    if target is None:
+        lowered = partial(operation.reference, **params)
+    else:
+        call = partial(_call, operation, target, params)
+        devices = _devices(ctx)
+        if devices == "one":
+            lowered = call
+        elif devices == "partly manual":
+            # A kernel would have to be partitioned over the axes left automatic; there jax.numpy is partitioned by XLA.
+            lowered = partial(operation.reference, **params)
+        elif ctx.module_context.lowering_parameters.for_export:
+            raise NotImplementedError(
+                f"{operation.name}: jax.export cannot serialise a kernel that is partitioned over {devices} devices; "
+                'export with implementation="xla", for one device, or with the call inside shard_map.'
+            )
+        else:
+            lowered = partial(_partitioned, operation, call, params)
+
+    def flat(*args: Any) -> Any:
+        out = lowered(*args)
+        out = list(out) if isinstance(out, (list, tuple)) else [out]
+        return out if multiple_results else out[0]
+
+    return mlir.lower_fun(flat, multiple_results=multiple_results)(ctx, *operands)
+
+
+def _devices(ctx: Any) -> str:
+    """"one" where a shard sees its own operands only, "partly manual", or the number of devices."""
+    axis_context = ctx.module_context.axis_context
+    manual = getattr(axis_context, "manual_axes", None)
+    if manual is not None:
+        mesh = axis_context.mesh
+        automatic = [name for name in mesh.axis_names if name not in manual and mesh.shape[name] > 1]
+        if not automatic:
+            return "one"
+        if manual:
+            return "partly manual"
+        return str(mesh.size)
+    count = getattr(axis_context, "num_devices", 1)  # pmap's context has none: each replica is a program of its own
+    return "one" if count in (None, 1) else str(count)
+
+
+def _call(operation: Operation, target: str, params: dict[str, Any], *operands: Any) -> list[Any]:
+    """The FFI call. Results that are not wanted are passed to the kernel as empty arrays."""
+    results: list[Result | None] = list(operation.results(*operands, **params))
+    if operation.pad_results is not None:
+        results = operation.pad_results(*operands, **params)
+    shapes = [jax.ShapeDtypeStruct((0,), operands[0].dtype) if r is None else jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
+    if operation.scratch is not None:
+        scratch = operation.scratch(*operands, **params)
+        shapes.append(jax.ShapeDtypeStruct(scratch.shape, scratch.dtype))
+    attributes = {key: np.int64(value) for key, value in operation.attributes(**params).items()}
+    out = jax.ffi.ffi_call(target, shapes)(*operands, **attributes)
+    return [value for value, result in zip(out, results, strict=False) if result is not None]
+
+
+# -------------------------------------------------------------------------------------------------------- partitioning
+
+
+def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: dict[str, Any], *operands: Any) -> Any:
+    """`call` on each shard, with no communication but the sums that a result needs."""
+    results = operation.results(*operands, **params)
+    full = operands[0].shape if operation.operands[0] == "full" else results[0].shape
+
+    def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
+        del result_shapes
+        lead = operand_shapes[operation.operands.index("full")] if "full" in operation.operands else operand_shapes[0]
+        spec = _shardable(mesh, lead.sharding.spec, full, [o.shape for o in operand_shapes] + [r.shape for r in results])
+
+        def sharding(shape: tuple[int, ...]) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*[None if n == 1 else axes for n, axes in zip(shape, spec, strict=True)]))
+
+        def shard(*parts: Any) -> Any:
+            out = call(*parts)
+            summed = [i for i, r in enumerate(results) if r.role == "scale"]
+            axes = tuple(
+                name
+                for d, names in enumerate(spec)
+                if names is not None and summed and results[summed[0]].shape[d] == 1 and full[d] != 1
+                for name in ((names,) if isinstance(names, str) else names)
+            )
+            if axes:
+                # One all-reduce for all the sums together.
+                total = jax.lax.psum(jnp.stack([out[i] for i in summed]), axes)
+                for k, i in enumerate(summed):
+                    out[i] = total[k]
+            return tuple(out)
+
+        return mesh, shard, tuple(sharding(r.shape) for r in results), tuple(sharding(o.shape) for o in operand_shapes)
+
+    def rule(mesh: Any, operand_types: Any, result_types: Any) -> SdyShardingRule:
+        del mesh
+        return sharding_rule(full, [t.shape for t in operand_types], [t.shape for t in result_types])
+
+    def infer(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
+        return partition(mesh, operand_shapes, result_shapes)[2]
+
+    op = custom_partitioning(lambda *args: tuple(call(*args)))
+    op.def_partition(partition=partition, sharding_rule=rule, infer_sharding_from_operands=infer)
+    return op(*operands)
+
+
+def _shardable(mesh: Any, spec: Any, full: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """`spec` without the axes on which a shard would cut a block."""
+    axes = [*spec, *[None] * (len(full) - len(spec))]
+    return [
+        names if all(shape[d] == 1 or _divides(shape[d], _parts(mesh, names)) for shape in [full, *shapes]) else None
+        for d, names in enumerate(axes)
+    ]
+
+
+def _divides(size: Any, parts: int) -> bool:
+    return parts == 1 or (isinstance(size, int) and size % parts == 0)
+
+
+def _parts(mesh: Any, axes: Any) -> int:
+    if axes is None or not isinstance(axes, (str, tuple)):
+        return 1
+    return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
+
+
+def sharding_rule(full: tuple[int, ...], operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> SdyShardingRule:
+    """The Shardy rule that follows from shapes: equal sizes share a factor, 1 has none, blocks share the outer factor.
+
+    Where several block sizes meet on an axis (a scale per 32, codes packed by 2) each must divide the next; otherwise
+    the axis stays whole.
+    """
+    arrays = [*operands, *results]
+    sizes: dict[str, int] = {}
+    names: list[dict[int, Any]] = []
+    for d, n in enumerate(full):
+        counts = sorted({shape[d] for shape in arrays} | {n})
+        counts = [m for m in counts if m != 1] or [n]
+        if any(larger % smaller for smaller, larger in zip(counts, counts[1:], strict=False)):
+            names.append({m: f"whole{d}_{m}" for m in counts})
+            continue
+        if len(counts) == 1:
+            names.append({counts[0]: f"a{d}"})
+            continue
+        factors = [f"a{d}_{i}" for i in range(len(counts))]
+        for factor, size in zip(factors[1:], [b // a for a, b in zip(counts, counts[1:], strict=False)], strict=True):
+            sizes[factor] = size
+        names.append({m: factors[0] if i == 0 else CompoundFactor(*factors[: i + 1]) for i, m in enumerate(counts)})
+
+    ones = iter(range(1_000_000))
+
+    def mapping(shape: tuple[int, ...]) -> tuple[Any, ...]:
+        return tuple(names[d].get(m) if m != 1 or full[d] == 1 else f"one{next(ones)}" for d, m in enumerate(shape))
+
+    return SdyShardingRule(tuple(mapping(s) for s in operands), tuple(mapping(s) for s in results), **sizes)

@@ -1,0 +1,142 @@
+"""Fake quantisation: the value a quantised x would have, kept in floating point, with straight-through gradients.
+
+    fake_quantize()  ->  fake_quantize_p  ->  ffi/affine/fake_quantize/{cpu.cc,cuda.cu}  ->  math.h
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+
+from jaxquant._core import ffi
+from jaxquant._core.primitive import Operation, Result, bind, build
+from jaxquant.affine import scales
+from jaxquant.affine.custom_rules import straight_through
+from jaxquant.affine.straight_through import Terms, build_gradient, protect, value_jvp
+
+
+def fake_quantize(
+    x: Any,
+    scale: Any,
+    zero_point: Any = None,
+    *,
+    axis: int | None = None,
+    block_shape: tuple[int, ...] | None = None,
+    qtype: Any = jnp.int8,
+    qmin: int | None = None,
+    qmax: int | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Rounds ``x`` to the grid of ``scale`` and ``zero_point`` and returns it in x's dtype.
+
+    ``y = (clamp(round(x / scale) + zero_point, qmin, qmax) - zero_point) * scale``, rounding half to even, in float32
+    (float64 for float64 x). Equals ``dequantize(quantize(x))`` bit for bit, NaN excepted.
+
+    Args:
+      x: float32, float64, float16 or bfloat16 array of any shape.
+      scale: positive float; a scalar (per tensor), ``[C]`` with ``axis`` (per channel), an array of x's rank whose axes
+        are 1 or x's (per token, mixed), or one value per block with ``block_shape``. A `QParams` stands for scale and
+        the parameters below. Any float dtype; converted once.
+      zero_point: None (0), an integer or a float (learned, used rounded), broadcasting to the scale's shape.
+      axis: the channel axis of a 1-D scale; negative counts from the end.
+      block_shape: one block size per axis of x, -1 for the whole axis; each must divide.
+      qtype: int8, uint8, int4, uint4, int2, uint2, int16 or uint16.
+      qmin, qmax: the code range; by default the full range of ``qtype``.
+      implementation: None chooses; "ffi" the kernels; "xla" jax.numpy, which XLA may fuse.
+
+    Returns:
+      An array of x's shape and dtype. NaN stays NaN; what lies outside the range saturates.
+
+    Raises:
+      ValueError, TypeError: at trace time, naming the operand, what was expected and what to do.
+
+    Gradients (straight-through, recomputed from x, scale and zero_point): ``dy`` where the rounded value was in range,
+    else 0. For the scale ``dy * (round(x / scale) - x / scale)`` in range, ``dy * (qmax - zero_point)`` above and
+    ``dy * (qmin - zero_point)`` below, summed over the elements that share it (LSQ: Esser et al., 2020); for a float
+    zero point ``-scale * dy`` outside the range (LSQ+: Bhalgat et al., 2020). Second and higher order hold mask and
+    rounding residual constant. Reverse mode and forward over reverse work; for direct forward mode (``jax.jvp``) use
+    `jaxquant.forward_mode.fake_quantize`.
+
+    >>> fake_quantize(jnp.array([0.26, 9.0]), 0.1, qtype=jnp.int4)
+    Array([0.3       , 0.70000005], dtype=float32)
+    """
+    x, params = _resolve(x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, implementation)
+    return _straight_through(*x, params)
+
+
+def fake_quantize_forward_mode(
+    x: Any,
+    scale: Any,
+    zero_point: Any = None,
+    *,
+    axis: int | None = None,
+    block_shape: tuple[int, ...] | None = None,
+    qtype: Any = jnp.int8,
+    qmin: int | None = None,
+    qmax: int | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`fake_quantize` without its custom_vjp: the same values, differentiable by ``jvp`` and ``linearize`` as well.
+
+    Reverse mode works too and gives the same gradients; sums for the scale and the zero point are then XLA's.
+
+    >>> jax.jvp(lambda x: fake_quantize(x, 0.5), (jnp.float32(1.2),), (jnp.float32(1.0),))
+    (Array(1., dtype=float32), Array(1., dtype=float32))
+    """
+    x, params = _resolve(x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, implementation)
+    return bind(fake_quantize_p, *x, **dict(params))
+
+
+def _resolve(x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, implementation):
+    name = "fake_quantize"
+    x = scales.as_float_array(name, "x", x)
+    r = scales.resolve(name, x, scale, zero_point, axis, block_shape, qtype, qmin, qmax)
+    implementation = ffi.check_implementation(name, implementation)
+    return (r.x, r.scale, r.zero_point), (("qmin", r.qmin), ("qmax", r.qmax), ("implementation", implementation))
+
+
+def _reference(x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int) -> Any:
+    """The rule in jax.numpy. The barrier on the result keeps its product from being contracted into a later addition."""
+    full_scale, full_zero = protect(scale, zero_point, x.shape)
+    v = jnp.round(x.astype(scale.dtype) / full_scale) + full_zero
+    q = jnp.clip(v, qmin, qmax)
+    return jax.lax.optimization_barrier(((q - full_zero) * full_scale).astype(x.dtype))
+
+
+def _first(dy: Any, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int) -> Any:
+    t = x / scale
+    rounded = jnp.round(t)
+    v = rounded + zero_point
+    above, below, inside = v > qmax, v < qmin, (v >= qmin) & (v <= qmax)
+    edge = jnp.where(above, qmax, qmin).astype(x.dtype) - zero_point
+    dscale = jnp.where(inside, dy * (rounded - t), jnp.where(above | below, dy * edge, 0))
+    return jnp.where(inside, dy, 0), dscale, jnp.where(above | below, -(scale * dy), 0)
+
+
+def _smooth(dy: Any, x: Any, scale: Any, zero_point: Any, inside: Any, outside: Any) -> Any:
+    del x
+    return dy * inside, -dy * outside * zero_point, -dy * outside * scale
+
+
+fake_quantize_p = build(
+    Operation(
+        name="fake_quantize",
+        operands=("full", "scale", "scale"),
+        results=lambda x, scale, zero_point, **_: [Result("full", x.shape, x.dtype)],
+        reference=_reference,
+        attributes=lambda *, qmin, qmax: {"qmin": qmin, "qmax": qmax, "packed_bits": 0},
+    )
+)
+fake_quantize_gradient_p = build_gradient("fake_quantize", Terms(_first, _smooth))
+
+
+def _to_gradient(**params: Any) -> dict[str, Any]:
+    return params
+
+
+ad.primitive_jvps[fake_quantize_p] = partial(value_jvp, fake_quantize_p, fake_quantize_gradient_p, _to_gradient)
+_straight_through = straight_through(fake_quantize_p, fake_quantize_gradient_p, _to_gradient)
