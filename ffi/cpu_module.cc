@@ -95,15 +95,21 @@ struct Cpu {
   }
 
   static ffi::Error Pack(Context pool, const PackArguments& p) {
-    return ForEachSegment(pool, p, [&](const uint8_t* codes, uint8_t* bytes, int64_t n) {
-      CpuKernelsHere().packing->pack(codes, bytes, n, p.bits);
-    }, static_cast<const uint8_t*>(p.in), static_cast<uint8_t*>(p.out));
+    return ForEachSegment(
+        pool, p,
+        [&](const uint8_t* codes, uint8_t* bytes, int64_t n) {
+          CpuKernelsHere().packing->pack(codes, bytes, n, p.bits);
+        },
+        static_cast<const uint8_t*>(p.in), static_cast<uint8_t*>(p.out));
   }
 
   static ffi::Error Unpack(Context pool, const PackArguments& p) {
-    return ForEachSegment(pool, p, [&](uint8_t* codes, const uint8_t* bytes, int64_t n) {
-      CpuKernelsHere().packing->unpack(bytes, codes, n, p.bits, p.is_signed);
-    }, static_cast<uint8_t*>(p.out), static_cast<const uint8_t*>(p.in));
+    return ForEachSegment(
+        pool, p,
+        [&](uint8_t* codes, const uint8_t* bytes, int64_t n) {
+          CpuKernelsHere().packing->unpack(bytes, codes, n, p.bits, p.is_signed);
+        },
+        static_cast<uint8_t*>(p.out), static_cast<const uint8_t*>(p.in));
   }
 
  private:

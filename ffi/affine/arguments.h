@@ -25,7 +25,8 @@ struct MapArguments {
 
 // Sums over the elements that share a scale follow one order, whatever the platform and the number of threads. With
 // j = 0, 1, ... numbering them row-major: chunks of kChunk; within a chunk lane j % kLanes adds its terms in ascending
-// order from +0; the lanes combine as a tree of distances kLanes / 2, ..., 1; the chunk sums are summed by the same rule.
+// order from +0; the lanes combine as a tree of distances kLanes / 2, ..., 1; the chunk sums are summed by the same
+// rule.
 constexpr int kChunk = 256;
 constexpr int kLanes = 32;
 

@@ -6,9 +6,9 @@
 
 namespace jq {
 
-#define JQ_DECLARE(isa)                  \
-  namespace isa {                        \
-  extern const CpuKernels cpu_kernels;   \
+#define JQ_DECLARE(isa)                \
+  namespace isa {                      \
+  extern const CpuKernels cpu_kernels; \
   }
 JQ_DECLARE(portable)
 #if defined(JQ_X86_LEVELS)
@@ -29,12 +29,11 @@ const CpuKernels& Choose() {
       {&portable::cpu_kernels, true},
 #if defined(JQ_X86_LEVELS)
       {&v2::cpu_kernels, __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("ssse3")},
-      {&v3::cpu_kernels,
-       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
-           __builtin_cpu_supports("f16c")},
-      {&v4::cpu_kernels,
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
+      {&v3::cpu_kernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                             __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c")},
+      {&v4::cpu_kernels, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                             __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                             __builtin_cpu_supports("avx512vl")},
 #endif
   };
   const char* wanted = std::getenv("JAXQUANT_ISA");

@@ -179,30 +179,30 @@ bool MapWith(const Loops<Real>& loops, const MapArguments& a, bool gradient, int
   alignas(64) Real x_tile[kTile], dy_tile[kTile];
   alignas(64) char result_tile[kTile * sizeof(Real)], narrow_tile[kTile * sizeof(Real)];
   const int64_t most = widen || narrow || stream ? kTile : INT64_MAX;
-  ForEachPiece<Real>(
-      *a.view, static_cast<const Real*>(a.scale), static_cast<const Real*>(a.zero_point), begin, end, most,
-      [&](int64_t offset, int64_t n, const Real* scale, const Real* zero_point, bool per_element) {
-        const void* x_piece = x + offset * x_size;
-        // An operation without an upstream gradient never reads it, but its loop takes a pointer.
-        const void* dy_piece = dy == nullptr ? static_cast<const void*>(dy_tile) : dy + offset * x_size;
-        if (widen != nullptr) {
-          widen(x_piece, x_tile, n);
-          x_piece = x_tile;
-          if (dy != nullptr) {
-            widen(dy_piece, dy_tile, n);
-            dy_piece = dy_tile;
-          }
-        }
-        char* out_piece = out + (offset - a.out_origin) * out_size;
-        void* target = narrow || stream ? result_tile : out_piece;
-        loop(static_cast<const Real*>(dy_piece), x_piece, target, n, scale, zero_point, per_element, range);
-        if (narrow != nullptr) {
-          void* narrowed = stream ? static_cast<void*>(narrow_tile) : out_piece;
-          narrow(result_tile, narrowed, n);
-          target = narrowed;
-        }
-        if (stream) StreamTile(target, out_piece, n * out_size);
-      });
+  ForEachPiece<Real>(*a.view, static_cast<const Real*>(a.scale), static_cast<const Real*>(a.zero_point), begin, end,
+                     most, [&](int64_t offset, int64_t n, const Real* scale, const Real* zero_point, bool per_element) {
+                       const void* x_piece = x + offset * x_size;
+                       // An operation without an upstream gradient never reads it, but its loop takes a pointer.
+                       const void* dy_piece = dy == nullptr ? static_cast<const void*>(dy_tile) : dy + offset * x_size;
+                       if (widen != nullptr) {
+                         widen(x_piece, x_tile, n);
+                         x_piece = x_tile;
+                         if (dy != nullptr) {
+                           widen(dy_piece, dy_tile, n);
+                           dy_piece = dy_tile;
+                         }
+                       }
+                       char* out_piece = out + (offset - a.out_origin) * out_size;
+                       void* target = narrow || stream ? result_tile : out_piece;
+                       loop(static_cast<const Real*>(dy_piece), x_piece, target, n, scale, zero_point, per_element,
+                            range);
+                       if (narrow != nullptr) {
+                         void* narrowed = stream ? static_cast<void*>(narrow_tile) : out_piece;
+                         narrow(result_tile, narrowed, n);
+                         target = narrowed;
+                       }
+                       if (stream) StreamTile(target, out_piece, n * out_size);
+                     });
 #if defined(__SSE2__)
   if (stream) _mm_sfence();
 #endif
@@ -476,8 +476,8 @@ extern const CpuKernels cpu_kernels;
 #define JQ_TEXT(x) #x
 #define JQ_NAME(x) JQ_TEXT(x)
 const CpuKernels cpu_kernels = {
-    JQ_NAME(JQ_ISA), &fake_quantize_loops, &quantize_loops, &dequantize_loops, &packing_loops,
-    Map,             GradientUnits,        Gradient,        FinishGradient,
+    JQ_NAME(JQ_ISA), &fake_quantize_loops, &quantize_loops, &dequantize_loops, &packing_loops, Map, GradientUnits,
+    Gradient,        FinishGradient,
 };
 
 }  // namespace JQ_ISA

@@ -32,8 +32,8 @@ void MapLoop(const Real* __restrict dy, const void* x_data, void* out_data, int6
   if (per_element) {
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
-      out[i] = Convert<Out>(Function::At(dy[i], Convert<Real>(x[i]), Divisor<Real>::Of(scale[i]),
-                                         RoundHalfToEven(zero_point[i]), range));
+      out[i] = Convert<Out>(
+          Function::At(dy[i], Convert<Real>(x[i]), Divisor<Real>::Of(scale[i]), RoundHalfToEven(zero_point[i]), range));
     }
     return;
   }

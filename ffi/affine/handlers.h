@@ -165,8 +165,10 @@ class Handlers {
       same = got.back() == (p->row_size * bits + 7) / 8;
     }
     if (!same) {
-      return Refuse(name, "packed", std::to_string(8 / bits) + " codes to a byte along the last axis of codes of shape " +
-                    Shape(codes.begin(), codes.size()), Shape(packed));
+      return Refuse(name, "packed",
+                    std::to_string(8 / bits) + " codes to a byte along the last axis of codes of shape " +
+                        Shape(codes.begin(), codes.size()),
+                    Shape(packed));
     }
     p->bits = static_cast<int>(bits);
     // Whole bytes only: the array is then one long row.

@@ -14,10 +14,10 @@ namespace jq {
 
 namespace ffi = xla::ffi;
 
-#define JQ_RETURN_IF_ERROR(expression)              \
-  do {                                              \
-    ::xla::ffi::Error jq_error = (expression);      \
-    if (jq_error.failure()) return jq_error;        \
+#define JQ_RETURN_IF_ERROR(expression)         \
+  do {                                         \
+    ::xla::ffi::Error jq_error = (expression); \
+    if (jq_error.failure()) return jq_error;   \
   } while (0)
 
 inline std::string Shape(const int64_t* dims, size_t rank) {
@@ -91,11 +91,13 @@ inline ffi::Error ReadScaleView(const char* operation, ffi::AnyBuffer x, ffi::An
       return Refuse(operation, "scale", "a layout that folds into 16 dimensions over x of shape " + Shape(x),
                     Shape(scale));
     case ScaleViewError::kScale:
-      return Refuse(operation, "scale", "1, x's size or a divisor of it on axis " + std::to_string(axis) +
-                    ", for x of shape " + Shape(x), Shape(scale));
+      return Refuse(operation, "scale",
+                    "1, x's size or a divisor of it on axis " + std::to_string(axis) + ", for x of shape " + Shape(x),
+                    Shape(scale));
     case ScaleViewError::kZeroPoint:
-      return Refuse(operation, "zero_point", "1 or the scale's size on axis " + std::to_string(axis) +
-                    ", for a scale of shape " + Shape(scale), Shape(zero_point));
+      return Refuse(operation, "zero_point",
+                    "1 or the scale's size on axis " + std::to_string(axis) + ", for a scale of shape " + Shape(scale),
+                    Shape(zero_point));
   }
   return ffi::Error::Internal("unreachable");
 }

@@ -96,9 +96,9 @@ struct Converter<BFloat16, From> {
   static JQ_HOST_DEVICE BFloat16 Of(From value) { return ToBFloat16(static_cast<float>(value)); }
 };
 // Through int32, which every vector unit converts to; straight to 8 or 16 bits is scalar code.
-#define JQ_CONVERT_CODE(Code, Real)                                                             \
-  template <>                                                                                   \
-  struct Converter<Code, Real> {                                                                \
+#define JQ_CONVERT_CODE(Code, Real)                                                                      \
+  template <>                                                                                            \
+  struct Converter<Code, Real> {                                                                         \
     static JQ_HOST_DEVICE Code Of(Real value) { return static_cast<Code>(static_cast<int32_t>(value)); } \
   };
 JQ_CONVERT_CODE(int8_t, float)

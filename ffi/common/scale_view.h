@@ -15,10 +15,10 @@ struct ScaleView {
     int64_t size, stride, scale_stride, zero_point_stride;
   };
 
-  int64_t size = 0;          // elements of x
-  int64_t scale_size = 0;    // elements of the scale
+  int64_t size = 0;        // elements of x
+  int64_t scale_size = 0;  // elements of the scale
   int64_t zero_point_size = 0;
-  int dims = 0;              // at least 1; the last is the run
+  int dims = 0;  // at least 1; the last is the run
   Dim dim[kMaxDims];
 
   const Dim& run() const { return dim[dims - 1]; }

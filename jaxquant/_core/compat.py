@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax.interpreters import ad
 
 # A primitive whose lowering holds custom_partitioning must see the devices; there is no public name for saying so
 # (jax 0.6 to 0.12). Without it, lowering for several devices dies with an internal assertion.
@@ -14,7 +14,7 @@ needs_devices = _dispatch.prim_requires_devices_during_lowering.add
 
 # Gives every operand the union of their varying manual axes, so that inside shard_map the cotangent of a replicated
 # operand is summed over the axes the others vary on. `auto_insert_reshard` from jax 0.10.1, the other name before.
-match_varying_axes = getattr(_core, "auto_insert_reshard", None) or _core.standard_insert_pvary
+match_varying_axes = getattr(_core, "auto_insert_reshard", None) or getattr(_core, "standard_insert_pvary")  # noqa: B009
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -27,4 +27,4 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 def is_zero(tangent: Any) -> bool:
     """Whether a tangent or cotangent is symbolically zero, in a JVP or transpose rule."""
-    return isinstance(tangent, jax.interpreters.ad.Zero)
+    return isinstance(tangent, ad.Zero)

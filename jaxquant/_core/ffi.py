@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+from jaxlib.version import __version__ as jaxlib_version
 
 # Serialised modules hold these names: a target never changes its meaning under the same one.
 PREFIX = "jaxquant_"
@@ -42,7 +43,7 @@ def _load(name: str, jax_platform: str, platform: str) -> None:
     built, running = tuple(module.ffi_api_version()), framework_api_version()
     if running is not None and built > running:
         raise ImportError(
-            f"jaxquant: {name} was built for XLA FFI API {built[0]}.{built[1]}, but jaxlib {jax.lib.__version__} has "
+            f"jaxquant: {name} was built for XLA FFI API {built[0]}.{built[1]}, but jaxlib {jaxlib_version} has "
             f"{running[0]}.{running[1]}; upgrade jaxlib, or reinstall jaxquant from source (it builds against the "
             "oldest supported headers)."
         )
@@ -64,7 +65,9 @@ def target(operation: str, platform: str | None, implementation: str | None) -> 
     if implementation == "cuda_emulation":
         if operation in _registered.get("cuda_emulation", ()) and platform == "cpu":
             return f"{PREFIX}emulated_{operation}"
-        raise NotImplementedError(f"{operation}: the emulated CUDA kernels are not compiled in; build with JAXQUANT_EMULATION=ON.")
+        raise NotImplementedError(
+            f"{operation}: the emulated CUDA kernels are not compiled in; build with JAXQUANT_EMULATION=ON."
+        )
     if platform is not None and operation in _registered.get(platform, ()):
         return PREFIX + operation
     if implementation == "ffi":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jaxlib.version import __version__ as jaxlib_version
 
 from jaxquant._core import ffi, primitive
 
@@ -29,18 +30,20 @@ def info() -> dict[str, Any]:
     >>> info()["operations"]["fake_quantize"]["kernels"]
     ['cpu'...]
     """
-    import jaxlib
-
     import jaxquant
 
     cpu, cuda = ffi.module("cpu"), ffi.module("cuda")
     return {
         "jaxquant": jaxquant.__version__,
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib_version,
         "ffi_api": {
             "running": _dotted(ffi.framework_api_version()),
-            **{f"built ({name})": _dotted(tuple(m.ffi_api_version())) for name, m in (("cpu", cpu), ("cuda", cuda)) if m},
+            **{
+                f"built ({name})": _dotted(tuple(m.ffi_api_version()))
+                for name, m in (("cpu", cpu), ("cuda", cuda))
+                if m
+            },
         },
         "default_implementation": ffi.DEFAULT_IMPLEMENTATION,
         "cpu": {"instruction_set": cpu.isa(), "compiled": cpu.compiled_isas().split()} if cpu else None,
@@ -74,7 +77,11 @@ def describe() -> str:
     lines = [f"jaxquant {facts['jaxquant']}   jax {facts['jax']}   jaxlib {facts['jaxlib']}"]
     lines.append("XLA FFI API  " + "   ".join(f"{k} {v}" for k, v in facts["ffi_api"].items()))
     cpu, cuda = facts["cpu"], facts["cuda"]
-    lines.append(f"CPU          {cpu['instruction_set']} of {', '.join(cpu['compiled'])}" if cpu else "CPU          not compiled in")
+    lines.append(
+        f"CPU          {cpu['instruction_set']} of {', '.join(cpu['compiled'])}"
+        if cpu
+        else "CPU          not compiled in"
+    )
     lines.append(f"CUDA         {', '.join(cuda['architectures'])}" if cuda else "CUDA         not compiled in")
     lines.append(f"default      implementation={facts['default_implementation']!r}")
     lines.append("")

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -101,7 +102,10 @@ def _abstract(operation: Operation, multiple_results: bool, *operands: Any, **pa
 
 def _legal_sharding(shape: tuple[Any, ...], sharding: Any) -> Any:
     """`sharding` without the axes that no longer divide `shape`."""
-    spec = [axes if _divides(size, _parts(sharding.mesh, axes)) else None for size, axes in zip(shape, sharding.spec, strict=True)]
+    spec = [
+        axes if _divides(size, _parts(sharding.mesh, axes)) else None
+        for size, axes in zip(shape, sharding.spec, strict=True)
+    ]
     return sharding.update(spec=PartitionSpec(*spec))
 
 
@@ -112,7 +116,9 @@ def _public(params: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ batching
 
 
-def _batch(operation: Operation, primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+def _batch(
+    operation: Operation, primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> Any:
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     # A scale that nobody maps stays one: a leading axis of 1 shares it without a copy. Where a result is a sum for
     # each scale, every example needs its own.
@@ -134,7 +140,9 @@ def _batch(operation: Operation, primitive: Primitive, operands: Sequence[Any], 
 # ------------------------------------------------------------------------------------------------------------ lowering
 
 
-def _lower(operation: Operation, multiple_results: bool, platform: str | None, ctx: Any, *operands: Any, **params: Any) -> Any:
+def _lower(
+    operation: Operation, multiple_results: bool, platform: str | None, ctx: Any, *operands: Any, **params: Any
+) -> Any:
     implementation = params.pop("implementation")
     target = None
     if implementation != "xla":
@@ -167,7 +175,7 @@ def _lower(operation: Operation, multiple_results: bool, platform: str | None, c
 
 
 def _devices(ctx: Any) -> str:
-    """"one" where a shard sees its own operands only, "partly manual", or the number of devices."""
+    """ "one" where a shard sees its own operands only, "partly manual", or the number of devices."""
     axis_context = ctx.module_context.axis_context
     manual = getattr(axis_context, "manual_axes", None)
     if manual is not None:
@@ -187,7 +195,10 @@ def _call(operation: Operation, target: str, params: dict[str, Any], *operands: 
     results: list[Result | None] = list(operation.results(*operands, **params))
     if operation.pad_results is not None:
         results = operation.pad_results(*operands, **params)
-    shapes = [jax.ShapeDtypeStruct((0,), operands[0].dtype) if r is None else jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
+    shapes = [
+        jax.ShapeDtypeStruct((0,), operands[0].dtype) if r is None else jax.ShapeDtypeStruct(r.shape, r.dtype)
+        for r in results
+    ]
     if operation.scratch is not None:
         scratch = operation.scratch(*operands, **params)
         shapes.append(jax.ShapeDtypeStruct(scratch.shape, scratch.dtype))
@@ -207,10 +218,14 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
     def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
         del result_shapes
         lead = operand_shapes[operation.operands.index("full")] if "full" in operation.operands else operand_shapes[0]
-        spec = _shardable(mesh, lead.sharding.spec, full, [o.shape for o in operand_shapes] + [r.shape for r in results])
+        spec = _shardable(
+            mesh, lead.sharding.spec, full, [o.shape for o in operand_shapes] + [r.shape for r in results]
+        )
 
         def sharding(shape: tuple[int, ...]) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*[None if n == 1 else axes for n, axes in zip(shape, spec, strict=True)]))
+            return NamedSharding(
+                mesh, PartitionSpec(*[None if n == 1 else axes for n, axes in zip(shape, spec, strict=True)])
+            )
 
         def shard(*parts: Any) -> Any:
             out = call(*parts)
@@ -261,7 +276,9 @@ def _parts(mesh: Any, axes: Any) -> int:
     return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
 
 
-def sharding_rule(full: tuple[int, ...], operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> SdyShardingRule:
+def sharding_rule(
+    full: tuple[int, ...], operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
+) -> SdyShardingRule:
     """The Shardy rule that follows from shapes: equal sizes share a factor, 1 has none, blocks share the outer factor.
 
     Where several block sizes meet on an axis (a scale per 32, codes packed by 2) each must divide the next; otherwise
@@ -273,14 +290,14 @@ def sharding_rule(full: tuple[int, ...], operands: Sequence[tuple[int, ...]], re
     for d, n in enumerate(full):
         counts = sorted({shape[d] for shape in arrays} | {n})
         counts = [m for m in counts if m != 1] or [n]
-        if any(larger % smaller for smaller, larger in zip(counts, counts[1:], strict=False)):
+        if any(larger % smaller for smaller, larger in pairwise(counts)):
             names.append({m: f"whole{d}_{m}" for m in counts})
             continue
         if len(counts) == 1:
             names.append({counts[0]: f"a{d}"})
             continue
         factors = [f"a{d}_{i}" for i in range(len(counts))]
-        for factor, size in zip(factors[1:], [b // a for a, b in zip(counts, counts[1:], strict=False)], strict=True):
+        for factor, size in zip(factors[1:], [b // a for a, b in pairwise(counts)], strict=True):
             sizes[factor] = size
         names.append({m: factors[0] if i == 0 else CompoundFactor(*factors[: i + 1]) for i, m in enumerate(counts)})
 
@@ -289,4 +306,6 @@ def sharding_rule(full: tuple[int, ...], operands: Sequence[tuple[int, ...]], re
     def mapping(shape: tuple[int, ...]) -> tuple[Any, ...]:
         return tuple(names[d].get(m) if m != 1 or full[d] == 1 else f"one{next(ones)}" for d, m in enumerate(shape))
 
-    return SdyShardingRule(tuple(mapping(s) for s in operands), tuple(mapping(s) for s in results), **sizes)
+    keywords: dict[str, Any] = sizes  # a keyword for each factor whose size does not follow
+    mappings: Any = (tuple(mapping(s) for s in operands), tuple(mapping(s) for s in results))
+    return SdyShardingRule(*mappings, **keywords)

@@ -22,7 +22,9 @@ class _Wanted:
     want: Want
 
 
-def straight_through(value: Primitive, gradient_primitive: Primitive, to_gradient: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
+def straight_through(
+    value: Primitive, gradient_primitive: Primitive, to_gradient: Callable[..., dict[str, Any]]
+) -> Callable[..., Any]:
     """f(x, scale, zero_point, params) with gradients recomputed from exactly these three.
 
     The forward rule binds the primitive, not the custom_vjp function, so that forward-over-reverse (hessian,

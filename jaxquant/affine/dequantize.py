@@ -1,6 +1,6 @@
 """Dequantisation: the values of codes.
 
-    dequantize()  ->  dequantize_p  ->  ffi/affine/dequantize/{cpu.cc,cuda.cu}  ->  math.h
+dequantize()  ->  dequantize_p  ->  ffi/affine/dequantize/{cpu.cc,cuda.cu}  ->  math.h
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxquant._core.primitive import Operation, Result, bind, build
 from jaxquant.affine import scales
 from jaxquant.affine.custom_rules import straight_through
 from jaxquant.affine.errors import refuse
-from jaxquant.affine.straight_through import Terms, build_gradient, protect, value_jvp
+from jaxquant.affine.straight_through import Terms, build_gradient, protect, seal, value_jvp
 
 
 def dequantize(
@@ -78,7 +78,9 @@ def _resolve(q, scale, zero_point, axis, block_shape, dtype, implementation):
     name = "dequantize"
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     if dtype.name not in scales.FLOATS:
-        raise refuse(name, "dtype", f"one of {', '.join(scales.FLOATS)}", dtype.name, "choose a floating type", TypeError)
+        raise refuse(
+            name, "dtype", f"one of {', '.join(scales.FLOATS)}", dtype.name, "choose a floating type", TypeError
+        )
     q = jnp.asarray(q)
     arithmetic = scales.arithmetic_dtype(dtype)
     if jnp.issubdtype(q.dtype, jnp.integer):
@@ -87,7 +89,9 @@ def _resolve(q, scale, zero_point, axis, block_shape, dtype, implementation):
             narrow = q.dtype.name in ("int4", "uint4", "int2", "uint2")
             q = q.astype(("int8" if q.dtype.name.startswith("int") else "uint8") if narrow else arithmetic)
     elif q.dtype.name not in scales.FLOATS:
-        raise refuse(name, "q", "an integer array, or codes carried in a floating one", q.dtype.name, "convert it", TypeError)
+        raise refuse(
+            name, "q", "an integer array, or codes carried in a floating one", q.dtype.name, "convert it", TypeError
+        )
     elif q.dtype == jnp.float64 and arithmetic != jnp.float64:
         q = q.astype(arithmetic)  # codes are integers, exact in either
     r = scales.resolve(
@@ -99,7 +103,7 @@ def _resolve(q, scale, zero_point, axis, block_shape, dtype, implementation):
 
 def _reference(q: Any, scale: Any, zero_point: Any, *, dtype: Any) -> Any:
     full_scale, full_zero = protect(scale, zero_point, q.shape)
-    return jax.lax.optimization_barrier(((q.astype(scale.dtype) - full_zero) * full_scale).astype(dtype))
+    return seal(((q.astype(scale.dtype) - full_zero) * full_scale).astype(dtype))
 
 
 def _first(dy: Any, q: Any, scale: Any, zero_point: Any, qmin: int, qmax: int) -> Any:

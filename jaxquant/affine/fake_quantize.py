@@ -1,6 +1,6 @@
 """Fake quantisation: the value a quantised x would have, kept in floating point, with straight-through gradients.
 
-    fake_quantize()  ->  fake_quantize_p  ->  ffi/affine/fake_quantize/{cpu.cc,cuda.cu}  ->  math.h
+fake_quantize()  ->  fake_quantize_p  ->  ffi/affine/fake_quantize/{cpu.cc,cuda.cu}  ->  math.h
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxquant._core import ffi
 from jaxquant._core.primitive import Operation, Result, bind, build
 from jaxquant.affine import scales
 from jaxquant.affine.custom_rules import straight_through
-from jaxquant.affine.straight_through import Terms, build_gradient, protect, value_jvp
+from jaxquant.affine.straight_through import Terms, build_gradient, protect, seal, value_jvp
 
 
 def fake_quantize(
@@ -100,11 +100,11 @@ def _resolve(x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, impleme
 
 
 def _reference(x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int) -> Any:
-    """The rule in jax.numpy. The barrier on the result keeps its product from being contracted into a later addition."""
+    """The rule in jax.numpy. The result is sealed, so that its product is not contracted into a later addition."""
     full_scale, full_zero = protect(scale, zero_point, x.shape)
     v = jnp.round(x.astype(scale.dtype) / full_scale) + full_zero
     q = jnp.clip(v, qmin, qmax)
-    return jax.lax.optimization_barrier(((q - full_zero) * full_scale).astype(x.dtype))
+    return seal(((q - full_zero) * full_scale).astype(x.dtype))
 
 
 def _first(dy: Any, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int) -> Any:

@@ -40,7 +40,9 @@ def pack(q: Any, qtype: Any, *, implementation: str | None = None) -> jax.Array:
     if q.dtype.name in ("int4", "uint4", "int2", "uint2"):
         q = q.astype("int8" if q.dtype.name.startswith("int") else "uint8")
     if q.dtype not in (jnp.int8, jnp.uint8):
-        raise refuse("pack", "q", "int8 or uint8 codes", q.dtype.name, "quantise with dtype=None, or convert them", TypeError)
+        raise refuse(
+            "pack", "q", "int8 or uint8 codes", q.dtype.name, "quantise with dtype=None, or convert them", TypeError
+        )
     if q.ndim == 0:
         raise refuse("pack", "q", "at least one axis", "a scalar", "reshape it to (1,)")
     return bind(pack_p, q, bits=bits, implementation=ffi.check_implementation("pack", implementation))
@@ -69,7 +71,9 @@ def unpack(packed: Any, qtype: Any, size: int, *, implementation: str | None = N
     if packed.ndim == 0:
         raise refuse("unpack", "packed", "at least one axis", "a scalar", "reshape it to (1,)")
     if isinstance(size, (bool, float)):
-        raise refuse("unpack", "size", "an integer", f"{size!r}", "pass the unpacked length of the last axis", TypeError)
+        raise refuse(
+            "unpack", "size", "an integer", f"{size!r}", "pass the unpacked length of the last axis", TypeError
+        )
     if packed.shape[-1] != -(-size * bits // 8):
         expected = f"a last axis of {-(-size * bits // 8)} bytes for {size} codes of {bits} bits"
         raise refuse("unpack", "packed", expected, f"shape {packed.shape}", "correct size or qtype")
@@ -81,7 +85,14 @@ def unpack(packed: Any, qtype: Any, size: int, *, implementation: str | None = N
 def check_bits(operation: str, qtype: qtypes.QType) -> int:
     """4 or 2; the other code types have nothing to pack."""
     if qtype.bits not in (4, 2):
-        raise refuse(operation, "qtype", "int4, uint4, int2 or uint2 for packed codes", qtype.name, "codes of 8 bits and more need no packing", TypeError)
+        raise refuse(
+            operation,
+            "qtype",
+            "int4, uint4, int2 or uint2 for packed codes",
+            qtype.name,
+            "codes of 8 bits and more need no packing",
+            TypeError,
+        )
     return qtype.bits
 
 

@@ -43,8 +43,10 @@ def lookup(operation: str, qtype: Any) -> QType:
             name = repr(qtype)
     if name in QTYPES:
         return QTYPES[name]
-    if name.startswith("float8") or name.startswith("float4"):
-        raise NotImplementedError(f"{operation}: qtype: {name} is reserved for a later version; use one of {', '.join(QTYPES)}.")
+    if name.startswith(("float8", "float4")):
+        raise NotImplementedError(
+            f"{operation}: qtype: {name} is reserved for a later version; use one of {', '.join(QTYPES)}."
+        )
     raise refuse(operation, "qtype", f"one of {', '.join(QTYPES)}", name, "choose a supported code type", TypeError)
 
 
@@ -55,7 +57,14 @@ def code_range(operation: str, qtype: QType, qmin: Any, qmax: Any) -> tuple[int,
         if value is None:
             value = default
         elif isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-            raise refuse(operation, name, "a Python integer (the range is static)", f"{value!r}", "pass an int or None", TypeError)
+            raise refuse(
+                operation,
+                name,
+                "a Python integer (the range is static)",
+                f"{value!r}",
+                "pass an int or None",
+                TypeError,
+            )
         limits.append(int(value))
     low, high = limits
     if not qtype.qmin <= low < high <= qtype.qmax:
@@ -92,4 +101,6 @@ def check_carrier(operation: str, dtype: Any, qmin: int, qmax: int) -> Any:
         if limits.min <= qmin and qmax <= limits.max:
             return dtype
         raise refuse(operation, "dtype", f"a type that holds [{qmin}, {qmax}]", got, "use a wider integer", TypeError)
-    raise refuse(operation, "dtype", "float32, float64, float16, bfloat16 or an integer type", got, "use one of these", TypeError)
+    raise refuse(
+        operation, "dtype", "float32, float64, float16, bfloat16 or an integer type", got, "use one of these", TypeError
+    )

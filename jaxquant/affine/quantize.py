@@ -1,7 +1,7 @@
 """Quantisation: the integer codes of x, in an integer array or carried in floating point.
 
-    quantize()           ->  quantize_p           ->  ffi/affine/quantize/{cpu.cc,cuda.cu}  ->  math.h
-    quantize_backward()  ->  quantize_gradient_p  ->  the same files
+quantize()           ->  quantize_p           ->  ffi/affine/quantize/{cpu.cc,cuda.cu}  ->  math.h
+quantize_backward()  ->  quantize_gradient_p  ->  the same files
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def quantize(
 
     Args:
       x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, implementation: as for `fake_quantize`.
-      dtype: None returns the code type's container (int4, uint4, int2 and uint2 codes live in int8 or uint8). A floating
-        dtype carries the codes as floating-point numbers: the function is then differentiable. It must hold every code
-        exactly (bfloat16 holds integers to 256, float16 to 2048), otherwise TypeError.
+      dtype: None returns the code type's container (int4, uint4, int2 and uint2 codes live in int8 or uint8). A
+        floating dtype carries the codes as floating-point numbers: the function is then differentiable. It must hold
+        every code exactly (bfloat16 holds integers to 256, float16 to 2048), otherwise TypeError.
       packed: 4- and 2-bit codes packed along the last axis, as `pack` would, in the same pass.
 
     Returns:
@@ -126,7 +126,14 @@ def quantize_backward(
     r = scales.resolve(name, x, scale, zero_point, axis, block_shape, qtype, qmin, qmax)
     implementation = ffi.check_implementation(name, implementation)
     dx, _, _ = gradient(
-        quantize_gradient_p, dy, r.x, r.scale, r.zero_point, want=X_ONLY, qmin=r.qmin, qmax=r.qmax,
+        quantize_gradient_p,
+        dy,
+        r.x,
+        r.scale,
+        r.zero_point,
+        want=X_ONLY,
+        qmin=r.qmin,
+        qmax=r.qmax,
         implementation=implementation,
     )
     return dx
@@ -142,7 +149,9 @@ def quantize_per_channel(x: Any, scale: Any, zero_point: Any, axis: int, **keywo
     return quantize(x, scale, zero_point, axis=axis, **keywords)
 
 
-def quantize_per_channel_backward(dy: Any, x: Any, scale: Any, zero_point: Any, axis: int, **keywords: Any) -> jax.Array:
+def quantize_per_channel_backward(
+    dy: Any, x: Any, scale: Any, zero_point: Any, axis: int, **keywords: Any
+) -> jax.Array:
     """`quantize_backward` with one scale (and zero point, or None) per index of ``axis``; keywords as there.
 
     >>> quantize_per_channel_backward(jnp.ones((2, 2)), jnp.ones((2, 2)), jnp.array([0.5, 0.25]), None, 0)
@@ -197,7 +206,7 @@ def _reference(x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, out
         return packing.pack_reference(q.astype(jnp.int32).astype(jnp.uint8), packed_bits)
     if jnp.issubdtype(out_dtype, jnp.integer):
         return q.astype(jnp.int32).astype(out_dtype)
-    return jax.lax.optimization_barrier(q.astype(out_dtype))
+    return q.astype(out_dtype)
 
 
 def _first(dy: Any, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int) -> Any:

@@ -45,7 +45,9 @@ def as_float_array(operation: str, name: str, x: Any) -> jax.Array:
     if isinstance(x, (bool, int, float, list, tuple)) or not hasattr(x, "dtype"):
         x = jnp.asarray(x)
         if jnp.issubdtype(x.dtype, jnp.integer):
-            raise refuse(operation, name, f"a floating array ({', '.join(FLOATS)})", str(x.dtype), "convert it", TypeError)
+            raise refuse(
+                operation, name, f"a floating array ({', '.join(FLOATS)})", str(x.dtype), "convert it", TypeError
+            )
     if jnp.dtype(x.dtype).name not in FLOATS:
         raise refuse(operation, name, f"a floating array ({', '.join(FLOATS)})", str(x.dtype), "convert it", TypeError)
     return jnp.asarray(x)
@@ -72,11 +74,17 @@ def resolve(
     if isinstance(scale, QParams):
         given = {"zero_point": zero_point, "block_shape": block_shape, "qmin": qmin, "qmax": qmax}
         extra = [name for name, value in given.items() if value is not None]
-        if qtype is not None and qtypes.lookup(operation, qtype).name not in ("int8", qtypes.lookup(operation, scale.qtype).name):
+        if qtype is not None and qtypes.lookup(operation, qtype).name not in (
+            "int8",
+            qtypes.lookup(operation, scale.qtype).name,
+        ):
             extra.append("qtype")
         if extra:
             raise refuse(
-                operation, "scale", "a QParams alone: it holds the other parameters", f"a QParams and {', '.join(extra)}",
+                operation,
+                "scale",
+                "a QParams alone: it holds the other parameters",
+                f"a QParams and {', '.join(extra)}",
                 "drop these keywords or set them in the QParams",
             )
         params = scale
@@ -86,7 +94,9 @@ def resolve(
     low, high = qtypes.code_range(operation, code, qmin, qmax)
 
     dtype = arithmetic_dtype(x.dtype if arithmetic is None else arithmetic)
-    if isinstance(scale, (bool, np.bool_)) or (not isinstance(scale, float) and not jnp.issubdtype(jnp.result_type(scale), jnp.floating)):
+    if isinstance(scale, (bool, np.bool_)) or (
+        not isinstance(scale, float) and not jnp.issubdtype(jnp.result_type(scale), jnp.floating)
+    ):
         got = f"{jnp.result_type(scale)}"
         raise refuse(operation, "scale", "a floating scalar or array", got, "convert it to float32", TypeError)
     scale = jnp.asarray(scale).astype(dtype)
@@ -102,7 +112,9 @@ def normalise_axis(operation: str, axis: Any, shape: tuple[int, ...], operand: s
     try:
         index = operator.index(axis)
     except TypeError:
-        raise refuse(operation, "axis", "one integer", f"{axis!r}", "give x's rank to the scale for several axes", TypeError) from None
+        raise refuse(
+            operation, "axis", "one integer", f"{axis!r}", "give x's rank to the scale for several axes", TypeError
+        ) from None
     if not -len(shape) <= index < len(shape):
         expected = f"an axis of {operand} with shape {_text(shape)}, from {-len(shape)} to {len(shape) - 1}"
         raise refuse(operation, "axis", expected, str(index), f"choose one of {operand}'s axes")
@@ -124,16 +136,27 @@ def _scale_shape(operation: str, x: Any, scale: Any, axis: Any, block_shape: Any
             if len(scale) == len(x):
                 got = f"axis={axis!r} with a scale of shape {_text(scale)}"
                 raise refuse(operation, "axis", "None for a scale of x's rank", got, "drop axis")
-            raise refuse(operation, "scale", "a 1-D scale with axis", f"shape {_text(scale)}", "give one scale per channel")
+            raise refuse(
+                operation, "scale", "a 1-D scale with axis", f"shape {_text(scale)}", "give one scale per channel"
+            )
         if scale[0] != x[d]:
-            raise ValueError(
-                f"{operation}: scale: expected shape ({x[d]},), one for each index of axis {d} of {operand} with shape "
-                f"{_text(x)}, got shape {_text(scale)}; give one scale per channel, a scalar, or an array of {operand}'s rank."
+            raise refuse(
+                operation,
+                "scale",
+                f"shape ({x[d]},), one for each index of axis {d} of {operand} with shape {_text(x)}",
+                f"shape {_text(scale)}",
+                f"give one scale per channel, a scalar, or an array of {operand}'s rank",
             )
         return tuple(scale[0] if i == d else 1 for i in range(len(x)))
     if len(scale) != len(x):
         remedy = f"pass axis= for a scale per channel, a scalar, or an array of {operand}'s rank"
-        raise refuse(operation, "scale", f"a scalar or {operand}'s rank, for {operand} of shape {_text(x)}", f"shape {_text(scale)}", remedy)
+        raise refuse(
+            operation,
+            "scale",
+            f"a scalar or {operand}'s rank, for {operand} of shape {_text(x)}",
+            f"shape {_text(scale)}",
+            remedy,
+        )
     for d, (n, m) in enumerate(zip(x, scale, strict=True)):
         if m != n and m != 1:
             remedy = f"give 1 or {n} there, or block_shape= if it counts blocks"
@@ -142,16 +165,22 @@ def _scale_shape(operation: str, x: Any, scale: Any, axis: Any, block_shape: Any
     return tuple(scale)
 
 
-def _block_scale_shape(operation: str, x: Any, scale: Any, axis: Any, block_shape: Any, operand: str) -> tuple[Any, ...]:
+def _block_scale_shape(
+    operation: str, x: Any, scale: Any, axis: Any, block_shape: Any, operand: str
+) -> tuple[Any, ...]:
     if axis is not None:
         raise refuse(operation, "axis", "None with block_shape", f"axis={axis!r}", "drop one of them")
     try:
         blocks = tuple(operator.index(b) for b in block_shape)
     except TypeError:
-        raise refuse(operation, "block_shape", "a tuple of integers", f"{block_shape!r}", "give one size per axis", TypeError) from None
+        raise refuse(
+            operation, "block_shape", "a tuple of integers", f"{block_shape!r}", "give one size per axis", TypeError
+        ) from None
     if len(blocks) != len(x):
         expected = f"one size per axis of {operand} with shape {_text(x)}"
-        raise refuse(operation, "block_shape", expected, f"{blocks}", "use -1 for a whole axis and 1 for single elements")
+        raise refuse(
+            operation, "block_shape", expected, f"{blocks}", "use -1 for a whole axis and 1 for single elements"
+        )
     expected_shape = []
     for d, (n, b) in enumerate(zip(x, blocks, strict=True)):
         if b == -1:
@@ -159,7 +188,9 @@ def _block_scale_shape(operation: str, x: Any, scale: Any, axis: Any, block_shap
             continue
         if b < 1 or n % b:
             expected = f"a divisor of {n} (or -1) on axis {d}, for {operand} of shape {_text(x)}"
-            raise refuse(operation, "block_shape", expected, f"{blocks}", f"pad {operand} or choose a size that divides it")
+            raise refuse(
+                operation, "block_shape", expected, f"{blocks}", f"pad {operand} or choose a size that divides it"
+            )
         expected_shape.append(n // b)
     if tuple(scale) != tuple(expected_shape):
         expected = f"shape {_text(expected_shape)} for {operand} of shape {_text(x)} in blocks of {blocks}"
@@ -167,7 +198,9 @@ def _block_scale_shape(operation: str, x: Any, scale: Any, axis: Any, block_shap
     return tuple(expected_shape)
 
 
-def _zero_point(operation: str, zero_point: Any, given: Any, shape: Any, dtype: Any, limits: tuple[int, int] | None) -> jax.Array:
+def _zero_point(
+    operation: str, zero_point: Any, given: Any, shape: Any, dtype: Any, limits: tuple[int, int] | None
+) -> jax.Array:
     """At x's rank, with the scale's size or 1 on each axis. Integers carry no gradient."""
     if zero_point is None:
         return jnp.zeros((1,) * len(shape), dtype)
@@ -190,7 +223,13 @@ def _zero_point(operation: str, zero_point: Any, given: Any, shape: Any, dtype: 
         fits = False
     if not fits:
         remedy = "give one zero point per scale, or a scalar"
-        raise refuse(operation, "zero_point", f"a shape that broadcasts to the scale's {_text(given)}", _text(value.shape), remedy)
+        raise refuse(
+            operation,
+            "zero_point",
+            f"a shape that broadcasts to the scale's {_text(given)}",
+            _text(value.shape),
+            remedy,
+        )
     value = value.astype(dtype)
     if integer:
         value = jax.lax.stop_gradient(value)

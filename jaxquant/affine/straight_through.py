@@ -53,7 +53,11 @@ def build_gradient(name: str, terms: Terms) -> Primitive:
         pad_results=_padded_results,
         scratch=_scratch,
         reference=partial(_reference, terms.first),
-        attributes=lambda *, qmin, qmax, want: {"qmin": qmin, "qmax": qmax, "want": sum(w << i for i, w in enumerate(want))},
+        attributes=lambda *, qmin, qmax, want: {
+            "qmin": qmin,
+            "qmax": qmax,
+            "want": sum(w << i for i, w in enumerate(want)),
+        },
     )
     primitive = build(operation, multiple_results=True)
     ad.primitive_jvps[primitive] = partial(_jvp, primitive, terms)
@@ -61,9 +65,15 @@ def build_gradient(name: str, terms: Terms) -> Primitive:
     return primitive
 
 
-def _padded_results(dy: Any, x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, want: Want) -> list[Result | None]:
+def _padded_results(
+    dy: Any, x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, want: Want
+) -> list[Result | None]:
     del dy, zero_point, qmin, qmax
-    every = (Result("full", x.shape, x.dtype), Result("scale", scale.shape, scale.dtype), Result("scale", scale.shape, scale.dtype))
+    every = (
+        Result("full", x.shape, x.dtype),
+        Result("scale", scale.shape, scale.dtype),
+        Result("scale", scale.shape, scale.dtype),
+    )
     return [result if wanted else None for result, wanted in zip(every, want, strict=True)]
 
 
@@ -88,15 +98,33 @@ def _scratch(dy: Any, x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: i
     return Result("scale", (2 * sums * total,), scale.dtype)
 
 
-def _reference(first: Callable[..., Any], dy: Any, x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, want: Want) -> list[Any]:
+def _reference(
+    first: Callable[..., Any], dy: Any, x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, want: Want
+) -> list[Any]:
     real = scale.dtype
     full_scale, full_zero = protect(scale, zero_point, x.shape)
     terms = first(dy.astype(real), x.astype(real), full_scale, full_zero, qmin, qmax)
     results = []
     if want[0]:
-        results.append(terms[0].astype(x.dtype))
+        results.append(seal(terms[0].astype(x.dtype)))
     results += [scales.sum_to(term, scale.shape) for term, wanted in zip(terms[1:], want[1:], strict=True) if wanted]
-    return list(jax.lax.optimization_barrier(tuple(results)))
+    return results
+
+
+def seal(value: Any) -> Any:
+    """`value`, bit for bit, in a form that XLA and LLVM compute as it stands.
+
+    A product would otherwise be contracted into a later addition (one rounding instead of two), and a conversion to 16
+    bits undone by a later one back to 32. Selecting among bit patterns stops both; NaN becomes the canonical one. An
+    optimization_barrier would not do: XLA removes it before it generates code.
+    """
+    width = value.dtype.itemsize * 8
+    bits = jax.lax.bitcast_convert_type(value, f"uint{width}")
+    info = jnp.finfo(value.dtype)
+    infinity = bits.dtype.type(((1 << info.nexp) - 1) << info.nmant)
+    magnitude = bits & bits.dtype.type((1 << (width - 1)) - 1)
+    nan = infinity | bits.dtype.type(1 << (info.nmant - 1))
+    return jax.lax.bitcast_convert_type(jnp.where(magnitude > infinity, nan, bits), value.dtype)
 
 
 def protect(scale: Any, zero_point: Any, shape: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -147,7 +175,9 @@ def _gradient_dtype(x: Any, dy: Any) -> Any:
     return jnp.dtype(jnp.float32)
 
 
-def gradient(primitive: Primitive, dy: Any, x: Any, scale: Any, zero_point: Any, *, want: Want, **params: Any) -> tuple[Any, Any, Any]:
+def gradient(
+    primitive: Primitive, dy: Any, x: Any, scale: Any, zero_point: Any, *, want: Want, **params: Any
+) -> tuple[Any, Any, Any]:
     """dx in x's type, dscale and dzero_point, None where not wanted; dy and x may have different float types."""
     if not any(want):
         return None, None, None
@@ -159,7 +189,14 @@ def gradient(primitive: Primitive, dy: Any, x: Any, scale: Any, zero_point: Any,
     return (dx.astype(x.dtype) if dx is not None and jnp.issubdtype(x.dtype, jnp.floating) else dx), dscale, dzero
 
 
-def value_jvp(value: Primitive, gradient_primitive: Primitive, to_gradient: Callable[..., dict[str, Any]], primals: Any, tangents: Any, **params: Any) -> Any:
+def value_jvp(
+    value: Primitive,
+    gradient_primitive: Primitive,
+    to_gradient: Callable[..., dict[str, Any]],
+    primals: Any,
+    tangents: Any,
+    **params: Any,
+) -> Any:
     """The JVP rule of an operation's value primitive."""
     out = bind(value, *primals, **params)
     if not jnp.issubdtype(out.dtype, jnp.floating):
@@ -205,7 +242,9 @@ def terms_indicators(x: Any, scale: Any, zero_point: Any, params: dict[str, Any]
     return jax.lax.stop_gradient(inside), jax.lax.stop_gradient((out_scale != 0).astype(x.dtype))
 
 
-def _transpose(primitive: Primitive, cotangents: Any, dy: Any, x: Any, scale: Any, zero_point: Any, *, want: Want, **params: Any) -> Any:
+def _transpose(
+    primitive: Primitive, cotangents: Any, dy: Any, x: Any, scale: Any, zero_point: Any, *, want: Want, **params: Any
+) -> Any:
     if not ad.is_undefined_primal(dy):
         raise NotImplementedError(f"{primitive.name} is linear in dy only.")
     given = iter(cotangents)

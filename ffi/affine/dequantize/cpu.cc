@@ -1,7 +1,6 @@
 // dequantize on CPU: the mathematics of math.h in the loops of cpu_loops.h, compiled once per instruction set.
-#include "ffi/affine/dequantize/math.h"
-
 #include "ffi/affine/cpu_loops.h"
+#include "ffi/affine/dequantize/math.h"
 
 namespace jq {
 namespace JQ_ISA {
@@ -23,7 +22,8 @@ typename Loops<Real>::Map ValueLoop(DType x, DType out) {
 }  // namespace
 
 extern const AffineLoops dequantize_loops;
-const AffineLoops dequantize_loops = {LoopsOf<Dequantize, float>(ValueLoop<float>), LoopsOf<Dequantize, double>(ValueLoop<double>)};
+const AffineLoops dequantize_loops = {LoopsOf<Dequantize, float>(ValueLoop<float>),
+                                      LoopsOf<Dequantize, double>(ValueLoop<double>)};
 
 }  // namespace JQ_ISA
 }  // namespace jq

@@ -1,7 +1,6 @@
 // fake_quantize on CPU: the mathematics of math.h in the loops of cpu_loops.h, compiled once per instruction set.
-#include "ffi/affine/fake_quantize/math.h"
-
 #include "ffi/affine/cpu_loops.h"
+#include "ffi/affine/fake_quantize/math.h"
 
 namespace jq {
 namespace JQ_ISA {
@@ -16,7 +15,8 @@ typename Loops<Real>::Map ValueLoop(DType x, DType out) {
 }  // namespace
 
 extern const AffineLoops fake_quantize_loops;
-const AffineLoops fake_quantize_loops = {LoopsOf<FakeQuantize, float>(ValueLoop<float>), LoopsOf<FakeQuantize, double>(ValueLoop<double>)};
+const AffineLoops fake_quantize_loops = {LoopsOf<FakeQuantize, float>(ValueLoop<float>),
+                                         LoopsOf<FakeQuantize, double>(ValueLoop<double>)};
 
 }  // namespace JQ_ISA
 }  // namespace jq

@@ -1,7 +1,6 @@
 // pack and unpack on CPU: one row of codes, compiled once per instruction set.
-#include "ffi/affine/packing/math.h"
-
 #include "ffi/affine/cpu_kernels.h"
+#include "ffi/affine/packing/math.h"
 
 namespace jq {
 namespace JQ_ISA {

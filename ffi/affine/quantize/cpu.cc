@@ -1,7 +1,6 @@
 // quantize on CPU: the mathematics of math.h in the loops of cpu_loops.h, compiled once per instruction set.
-#include "ffi/affine/quantize/math.h"
-
 #include "ffi/affine/cpu_loops.h"
+#include "ffi/affine/quantize/math.h"
 
 namespace jq {
 namespace JQ_ISA {
@@ -23,7 +22,8 @@ typename Loops<Real>::Map ValueLoop(DType x, DType out) {
 }  // namespace
 
 extern const AffineLoops quantize_loops;
-const AffineLoops quantize_loops = {LoopsOf<Quantize, float>(ValueLoop<float>), LoopsOf<Quantize, double>(ValueLoop<double>)};
+const AffineLoops quantize_loops = {LoopsOf<Quantize, float>(ValueLoop<float>),
+                                    LoopsOf<Quantize, double>(ValueLoop<double>)};
 
 }  // namespace JQ_ISA
 }  // namespace jq

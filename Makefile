@@ -1,0 +1,97 @@
+# Every target sets up what it needs: a virtual environment, the build, the packages.
+#
+#   make quickstart   quantisation-aware training on real data (under three minutes on a fresh machine)
+#   make test         the test suite
+#   make help         all targets
+
+# The newest Python that runs here: the newest JAX needs 3.12, jaxquant itself 3.11.
+PYTHON ?= $(shell for p in python3.13 python3.12 $$HOME/.pyenv/versions/3.13*/bin/python3.13 \
+            $$HOME/.pyenv/versions/3.12*/bin/python3.12 python3.11 $$HOME/.pyenv/versions/3.11*/bin/python3.11 python3; do \
+            if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+PYTHON311 ?= $(shell for p in python3.11 $$HOME/.pyenv/versions/3.11*/bin/python3.11; do \
+            if $$p -c '' 2>/dev/null; then echo $$p; break; fi; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find ffi jaxquant cmake -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.py' -o -name '*.cmake') \
+           CMakeLists.txt pyproject.toml
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+PIP := pip install --quiet --progress-bar off
+
+.PHONY: help quickstart test test-fast smoke smoke-newest smoke-oldest bench lint format docs wheel cuda cuda-all sanitize test-gpu bench-gpu clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+	@echo "make smoke        the smoke subset on the oldest and the newest JAX"
+	@echo "make bench        benchmarks beside the peers (tables and JSON in benchmarks/results)"
+	@echo "make lint         ruff, pyright, clang-format"
+	@echo "make docs         API pages in docs/api"
+	@echo "make wheel        a wheel in dist"
+	@echo "make cuda         compiles the CUDA kernels (sm_90 and PTX) and checks them; cuda-all: every architecture"
+	@echo "make sanitize     the kernels under address and undefined-behaviour sanitizers"
+	@echo "make test-gpu     on a machine with a GPU: the checks that need one; bench-gpu: its benchmark"
+
+$(VENV)/created:
+	@test -n "$(PYTHON)" || { echo "jaxquant needs Python 3.11 or later: set PYTHON=/path/to/python"; exit 1; }
+	@echo "environment: $$($(PYTHON) --version) in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) && $(BIN)/$(PIP) --upgrade pip && touch $@
+
+# One environment, one installation: with the emulated CUDA kernels once the tests have asked for them.
+$(VENV)/quickstart: $(VENV)/created $(SOURCES)
+	@echo "installing jaxquant (compiles the kernels, about a minute)"
+	@$(BIN)/$(PIP) '.[examples]' && touch $@
+
+$(VENV)/test: $(VENV)/created $(SOURCES)
+	@echo "installing jaxquant with its test extra (compiles the kernels and the emulated CUDA kernels)"
+	@$(BIN)/$(PIP) '.[test]' -C cmake.define.JAXQUANT_EMULATION=ON && touch $@
+
+quickstart: $(VENV)/quickstart
+	@$(BIN)/python examples/qat_digits.py
+
+test: $(VENV)/test
+	$(BIN)/pytest -n auto -q
+
+smoke: smoke-newest smoke-oldest
+
+smoke-newest: $(VENV)/test
+	$(BIN)/pytest -n auto -q -m smoke
+	JAX_CUSTOM_VJP3=1 JAX_REMAT3=1 $(BIN)/pytest -n auto -q -m smoke
+
+smoke-oldest: $(SOURCES)
+	@test -n "$(PYTHON311)" || { echo "the oldest JAX is tested on Python 3.11: set PYTHON311=/path/to/python3.11"; exit 1; }
+	@test -d .venv-oldest || $(PYTHON311) -m venv .venv-oldest
+	@.venv-oldest/bin/$(PIP) --upgrade pip
+	@.venv-oldest/bin/$(PIP) . 'jax==0.8.0' 'jaxlib==0.8.0' pytest pytest-xdist hypothesis ml_dtypes
+	.venv-oldest/bin/pytest -n auto -q -m smoke
+
+$(VENV)/bench: $(VENV)/quickstart
+	@$(BIN)/$(PIP) '.[bench]' && touch $@
+
+bench: $(VENV)/bench
+	$(BIN)/python benchmarks/affine.py
+
+$(VENV)/lint: $(VENV)/quickstart
+	@$(BIN)/$(PIP) 'ruff==0.15.*' 'pyright==1.1.*' 'clang-format==21.1.*' && touch $@
+
+lint: $(VENV)/lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	git ls-files 'ffi/*.cc' 'ffi/*.h' 'ffi/*.cu' 'ffi/*.cuh' 'tests/*.cc' | xargs $(BIN)/clang-format --dry-run --Werror
+
+format: $(VENV)/lint
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	git ls-files 'ffi/*.cc' 'ffi/*.h' 'ffi/*.cu' 'ffi/*.cuh' 'tests/*.cc' | xargs $(BIN)/clang-format -i
+
+docs: $(VENV)/quickstart
+	@$(BIN)/$(PIP) pdoc
+	$(BIN)/pdoc --docformat google -o docs/api jaxquant '!jaxquant._core' '!jaxquant.affine'
+
+wheel: $(VENV)/created
+	@$(BIN)/$(PIP) build
+	$(BIN)/python -m build --wheel --outdir dist .
+
+clean:
+	rm -rf build dist .venv .venv-oldest docs/api
