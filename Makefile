@@ -62,7 +62,7 @@ smoke-oldest: $(SOURCES)
 	@test -n "$(PYTHON311)" || { echo "the oldest JAX is tested on Python 3.11: set PYTHON311=/path/to/python3.11"; exit 1; }
 	@test -d .venv-oldest || $(PYTHON311) -m venv .venv-oldest
 	@.venv-oldest/bin/$(PIP) --upgrade pip
-	@.venv-oldest/bin/$(PIP) . 'jax==0.8.0' 'jaxlib==0.8.0' pytest pytest-xdist hypothesis ml_dtypes
+	@.venv-oldest/bin/$(PIP) . 'jax==0.8.0' 'jaxlib==0.8.0' pytest pytest-xdist hypothesis ml_dtypes flatbuffers
 	.venv-oldest/bin/pytest -n auto -q -m smoke
 
 $(VENV)/bench: $(VENV)/quickstart
@@ -72,7 +72,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/affine.py
 
 $(VENV)/lint: $(VENV)/quickstart
-	@$(BIN)/$(PIP) 'ruff==0.15.*' 'pyright==1.1.*' 'clang-format==21.1.*' && touch $@
+	@$(BIN)/$(PIP) 'ruff==0.17.6' 'pyright==1.1.414' 'clang-format==23.1.5' && touch $@
 
 lint: $(VENV)/lint
 	$(BIN)/ruff check .

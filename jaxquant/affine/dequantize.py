@@ -17,7 +17,8 @@ from jaxquant._core.primitive import Operation, Result, bind, build
 from jaxquant.affine import scales
 from jaxquant.affine.custom_rules import straight_through
 from jaxquant.affine.errors import refuse
-from jaxquant.affine.straight_through import Terms, build_gradient, protect, seal, value_jvp
+from jaxquant.affine.exact import seal
+from jaxquant.affine.straight_through import Terms, build_gradient, value_jvp
 
 
 def dequantize(
@@ -102,7 +103,7 @@ def _resolve(q, scale, zero_point, axis, block_shape, dtype, implementation):
 
 
 def _reference(q: Any, scale: Any, zero_point: Any, *, dtype: Any) -> Any:
-    full_scale, full_zero = protect(scale, zero_point, q.shape)
+    full_scale, full_zero = scales.spread(scale, q.shape), scales.spread(jnp.round(zero_point), q.shape)
     return seal(((q.astype(scale.dtype) - full_zero) * full_scale).astype(dtype))
 
 

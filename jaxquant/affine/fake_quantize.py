@@ -16,7 +16,8 @@ from jaxquant._core import ffi
 from jaxquant._core.primitive import Operation, Result, bind, build
 from jaxquant.affine import scales
 from jaxquant.affine.custom_rules import straight_through
-from jaxquant.affine.straight_through import Terms, build_gradient, protect, seal, value_jvp
+from jaxquant.affine.exact import over, seal
+from jaxquant.affine.straight_through import Terms, build_gradient, value_jvp
 
 
 def fake_quantize(
@@ -62,7 +63,7 @@ def fake_quantize(
     `jaxquant.forward_mode.fake_quantize`.
 
     >>> fake_quantize(jnp.array([0.26, 9.0]), 0.1, qtype=jnp.int4)
-    Array([0.3       , 0.70000005], dtype=float32)
+    Array([0.3, 0.7], dtype=float32)
     """
     x, params = _resolve(x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, implementation)
     return _straight_through(*x, params)
@@ -101,8 +102,9 @@ def _resolve(x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, impleme
 
 def _reference(x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int) -> Any:
     """The rule in jax.numpy. The result is sealed, so that its product is not contracted into a later addition."""
-    full_scale, full_zero = protect(scale, zero_point, x.shape)
-    v = jnp.round(x.astype(scale.dtype) / full_scale) + full_zero
+    x_real = x.astype(scale.dtype)
+    full_scale, full_zero = over(x_real, scale, zero_point)
+    v = jnp.round(x_real / full_scale) + full_zero
     q = jnp.clip(v, qmin, qmax)
     return seal(((q - full_zero) * full_scale).astype(x.dtype))
 

@@ -26,7 +26,7 @@ class QParams:
 
     >>> p = QParams(jnp.float32(0.1), qtype=jnp.int4)
     >>> fake_quantize(jnp.array([0.26, 9.0]), p)
-    Array([0.3       , 0.70000005], dtype=float32)
+    Array([0.3, 0.7], dtype=float32)
     """
 
     scale: Any

@@ -18,7 +18,8 @@ from jaxquant._core.primitive import Operation, Result, bind, build
 from jaxquant.affine import packing, qtypes, scales
 from jaxquant.affine.custom_rules import straight_through
 from jaxquant.affine.errors import refuse
-from jaxquant.affine.straight_through import X_ONLY, Terms, build_gradient, gradient, protect, value_jvp
+from jaxquant.affine.exact import over
+from jaxquant.affine.straight_through import X_ONLY, Terms, build_gradient, gradient, value_jvp
 
 
 def quantize(
@@ -140,7 +141,16 @@ def quantize_backward(
 
 
 def quantize_per_channel(x: Any, scale: Any, zero_point: Any, axis: int, **keywords: Any) -> jax.Array:
-    """`quantize` with one scale (and zero point, or None) per index of ``axis``; keywords as there.
+    """`quantize` with one scale for each index of ``axis``.
+
+    Args:
+      x: float array of any shape.
+      scale: ``[C]``, C the length of x along ``axis``.
+      zero_point: ``[C]``, a scalar or None.
+      axis: the channel axis; negative counts from the end.
+      **keywords: qtype, qmin, qmax, dtype, packed and implementation, as for `quantize`.
+
+    Returns, raises, gradients: as `quantize`.
 
     >>> quantize_per_channel(jnp.ones((2, 2)), jnp.array([0.5, 0.25]), None, 0)
     Array([[2, 2],
@@ -152,7 +162,17 @@ def quantize_per_channel(x: Any, scale: Any, zero_point: Any, axis: int, **keywo
 def quantize_per_channel_backward(
     dy: Any, x: Any, scale: Any, zero_point: Any, axis: int, **keywords: Any
 ) -> jax.Array:
-    """`quantize_backward` with one scale (and zero point, or None) per index of ``axis``; keywords as there.
+    """`quantize_backward` with one scale for each index of ``axis``.
+
+    Args:
+      dy: upstream gradient of x's shape.
+      x: what was quantised.
+      scale: ``[C]``, C the length of x along ``axis``.
+      zero_point: ``[C]``, a scalar or None.
+      axis: the channel axis; negative counts from the end.
+      **keywords: qtype, qmin, qmax and implementation, as for `quantize`.
+
+    Returns, raises: as `quantize_backward`.
 
     >>> quantize_per_channel_backward(jnp.ones((2, 2)), jnp.ones((2, 2)), jnp.array([0.5, 0.25]), None, 0)
     Array([[2., 2.],
@@ -197,9 +217,10 @@ def _results(x: Any, scale: Any, zero_point: Any, *, out_dtype: Any, packed_bits
 
 
 def _reference(x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, out_dtype: Any, packed_bits: int) -> Any:
-    full_scale, full_zero = protect(scale, zero_point, x.shape)
-    v = jnp.round(x.astype(scale.dtype) / full_scale) + full_zero
-    v = jnp.where(v == v, v, full_zero)
+    x_real = x.astype(scale.dtype)
+    full_scale, full_zero = over(x_real, scale, zero_point)
+    v = jnp.round(x_real / full_scale) + full_zero
+    v = jnp.where(v == v, v, scales.spread(jnp.round(zero_point), x.shape))
     # As in the kernels, even a NaN zero point gives a code.
     q = jnp.minimum(jnp.where(v >= qmin, v, qmin), qmax)
     if packed_bits:

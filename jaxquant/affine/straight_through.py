@@ -24,6 +24,7 @@ from jax.interpreters import ad
 from jaxquant._core import compat
 from jaxquant._core.primitive import Operation, Result, bind, build
 from jaxquant.affine import scales
+from jaxquant.affine.exact import over, seal
 
 # What a gradient primitive computes: dx, dscale, dzero_point.
 Want = tuple[bool, bool, bool]
@@ -102,38 +103,13 @@ def _reference(
     first: Callable[..., Any], dy: Any, x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, want: Want
 ) -> list[Any]:
     real = scale.dtype
-    full_scale, full_zero = protect(scale, zero_point, x.shape)
-    terms = first(dy.astype(real), x.astype(real), full_scale, full_zero, qmin, qmax)
+    x_real = x.astype(real)
+    terms = first(dy.astype(real), x_real, *over(x_real, scale, zero_point), qmin, qmax)
     results = []
     if want[0]:
         results.append(seal(terms[0].astype(x.dtype)))
     results += [scales.sum_to(term, scale.shape) for term, wanted in zip(terms[1:], want[1:], strict=True) if wanted]
     return results
-
-
-def seal(value: Any) -> Any:
-    """`value`, bit for bit, in a form that XLA and LLVM compute as it stands.
-
-    A product would otherwise be contracted into a later addition (one rounding instead of two), and a conversion to 16
-    bits undone by a later one back to 32. Selecting among bit patterns stops both; NaN becomes the canonical one. An
-    optimization_barrier would not do: XLA removes it before it generates code.
-    """
-    width = value.dtype.itemsize * 8
-    bits = jax.lax.bitcast_convert_type(value, f"uint{width}")
-    info = jnp.finfo(value.dtype)
-    infinity = bits.dtype.type(((1 << info.nexp) - 1) << info.nmant)
-    magnitude = bits & bits.dtype.type((1 << (width - 1)) - 1)
-    nan = infinity | bits.dtype.type(1 << (info.nmant - 1))
-    return jax.lax.bitcast_convert_type(jnp.where(magnitude > infinity, nan, bits), value.dtype)
-
-
-def protect(scale: Any, zero_point: Any, shape: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Full-sized scale and rounded zero point, opaque to XLA's simplifier.
-
-    Without the barrier XLA multiplies by the reciprocal of a broadcast scale, which rounds ties the wrong way, and
-    drops the addition of a constant zero point of 0, which makes +0 of -0.
-    """
-    return jax.lax.optimization_barrier((scales.spread(scale, shape), scales.spread(jnp.round(zero_point), shape)))
 
 
 # ------------------------------------------------------------------------------------------------------ differentiation

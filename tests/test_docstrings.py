@@ -1,0 +1,38 @@
+"""Every public docstring's example runs, and prints what it says."""
+
+import doctest
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxquant
+from jaxquant import forward_mode
+
+PUBLIC = {name: getattr(jaxquant, name) for name in jaxquant.__all__ if not inspect.ismodule(getattr(jaxquant, name))}
+FORWARD_MODE = {f"forward_mode.{name}": getattr(forward_mode, name) for name in forward_mode.__all__}
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, *FORWARD_MODE])
+def test_example(name):
+    function = {**PUBLIC, **FORWARD_MODE}[name]
+    names = {"jax": jax, "jnp": jnp, "jaxquant": jaxquant, **PUBLIC}
+    if name in FORWARD_MODE:
+        names |= {key.split(".")[1]: value for key, value in FORWARD_MODE.items()}
+    examples = [t for t in doctest.DocTestFinder(recurse=False).find(function, name, globs=names) if t.examples]
+    assert examples, f"{name} has no example"
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    output: list[str] = []
+    for example in examples:
+        runner.run(example, out=output.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(output)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_names_its_arguments(name):
+    """A docstring that leaves out a parameter is a promise nobody keeps."""
+    function = PUBLIC[name]
+    text = inspect.getdoc(function) or ""
+    parameters = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    assert all(parameter in text for parameter in parameters), [p for p in parameters if p not in text]
