@@ -321,7 +321,7 @@ class GradientPass {
     const int64_t begin = chunk * kChunk;
     const int64_t n = begin + kChunk < plan_.reduced_size ? kChunk : plan_.reduced_size - begin;
     ReducedCursor cursor(plan_, begin);
-    const Real z = RoundHalfToEven(zero_point_[zero]);
+    const Real z = RoundZeroPoint(zero_point_[zero]);
     Real ds, dz;
     if (direct_ && cursor.Left() >= n) {
       const int64_t at = (base + cursor.offset) * size_;
@@ -359,7 +359,7 @@ class GradientPass {
     int64_t base = column, zero = column * run.zero_point_stride;
     Locate(outer, plan_.kept - 1, &base, &zero);
     const int64_t e = outer * plan_.width + column;
-    for (int64_t i = 0; i < n; ++i) zero_tile_[i] = RoundHalfToEven(zero_point_[zero + i * run.zero_point_stride]);
+    for (int64_t i = 0; i < n; ++i) zero_tile_[i] = RoundZeroPoint(zero_point_[zero + i * run.zero_point_stride]);
     const int64_t end = (chunk + 1) * kChunk < plan_.reduced_size ? (chunk + 1) * kChunk : plan_.reduced_size;
     const int64_t lanes = end - chunk * kChunk < kLanes ? end - chunk * kChunk : kLanes;
     for (int64_t lane = 0; lane < kLanes; ++lane) {

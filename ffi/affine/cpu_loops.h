@@ -33,12 +33,12 @@ void MapLoop(const Real* __restrict dy, const void* x_data, void* out_data, int6
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
       out[i] = Convert<Out>(
-          Function::At(dy[i], Convert<Real>(x[i]), Divisor<Real>::Of(scale[i]), RoundHalfToEven(zero_point[i]), range));
+          Function::At(dy[i], Convert<Real>(x[i]), Divisor<Real>::Of(scale[i]), RoundZeroPoint(zero_point[i]), range));
     }
     return;
   }
   const Divisor<Real> divisor = Divisor<Real>::Of(*scale);
-  const Real zero = RoundHalfToEven(*zero_point);
+  const Real zero = RoundZeroPoint(*zero_point);
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     out[i] = Convert<Out>(Function::At(dy[i], Convert<Real>(x[i]), divisor, zero, range));

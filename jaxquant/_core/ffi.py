@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
+from jaxquant._core.errors import refuse
+
 # Serialised modules hold these names: a target never changes its meaning under the same one.
 PREFIX = "jaxquant_"
 
@@ -104,7 +106,8 @@ def check_implementation(operation: str, implementation: str | None) -> str | No
     if implementation is None:
         return DEFAULT_IMPLEMENTATION
     if implementation not in (*IMPLEMENTATIONS, "cuda_emulation"):
-        raise ValueError(f'{operation}: implementation: expected None, "ffi" or "xla", got {implementation!r}.')
+        remedy = "None chooses what is fastest on the platform"
+        raise refuse(operation, "implementation", 'None, "ffi" or "xla"', repr(implementation), remedy)
     return implementation
 
 

@@ -190,9 +190,14 @@ def _devices(ctx: Any) -> str:
     return "one" if count in (None, 1) else str(count)
 
 
-def _call(operation: Operation, target: str, params: dict[str, Any], *operands: Any) -> list[Any]:
-    """The FFI call. Results that are not wanted are passed to the kernel as empty arrays."""
-    results: list[Result | None] = list(operation.results(*operands, **params))
+def _call(
+    operation: Operation, target: str, params: dict[str, Any], *operands: Any, results: list[Result] | None = None
+) -> list[Any]:
+    """The FFI call. Results that are not wanted are passed to the kernel as empty arrays.
+
+    results: those of a shard, where they do not follow from its operands (an unpacked length is a parameter).
+    """
+    results = operation.results(*operands, **params) if results is None else results
     if operation.pad_results is not None:
         results = operation.pad_results(*operands, **params)
     shapes = [
@@ -227,8 +232,11 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
                 mesh, PartitionSpec(*[None if n == 1 else axes for n, axes in zip(shape, spec, strict=True)])
             )
 
+        def local(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(n if n == 1 else n // _parts(mesh, axes) for n, axes in zip(shape, spec, strict=True))
+
         def shard(*parts: Any) -> Any:
-            out = call(*parts)
+            out = call(*parts, results=[r._replace(shape=local(r.shape)) for r in results])
             summed = [i for i, r in enumerate(results) if r.role == "scale"]
             axes = tuple(
                 name
@@ -237,17 +245,14 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
                 for name in ((names,) if isinstance(names, str) else names)
             )
             if axes:
-                # One all-reduce for all the sums together.
-                total = jax.lax.psum(jnp.stack([out[i] for i in summed]), axes)
-                for k, i in enumerate(summed):
-                    out[i] = total[k]
+                for i, total in zip(summed, _all_reduce_p.bind(*(out[i] for i in summed), axes=axes), strict=True):
+                    out[i] = total
             return tuple(out)
 
         return mesh, shard, tuple(sharding(r.shape) for r in results), tuple(sharding(o.shape) for o in operand_shapes)
 
     def rule(mesh: Any, operand_types: Any, result_types: Any) -> SdyShardingRule:
-        del mesh
-        return sharding_rule(full, [t.shape for t in operand_types], [t.shape for t in result_types])
+        return sharding_rule(mesh, full, [t.shape for t in operand_types], [t.shape for t in result_types])
 
     def infer(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
         return partition(mesh, operand_shapes, result_shapes)[2]
@@ -257,11 +262,34 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
     return op(*operands)
 
 
+def _lower_all_reduce(ctx: Any, *sums: Any, axes: tuple[str, ...]) -> Any:
+    def function(*sums: Any) -> list[Any]:
+        return list(jax.lax.psum(jnp.stack(sums), axes))
+
+    # Without the mesh that explicit mode has around us: its types would annotate shardings, and inside a shard nobody
+    # takes such annotations out any more.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+        return mlir.lower_fun(function, multiple_results=True)(ctx.replace(avals_in=avals, avals_out=avals), *sums)
+
+
+# The sums of all shards: one all-reduce for all of them together.
+_all_reduce_p = Primitive("jaxquant_all_reduce")
+_all_reduce_p.multiple_results = True
+_all_reduce_p.def_abstract_eval(lambda *sums, axes: list(sums))
+mlir.register_lowering(_all_reduce_p, _lower_all_reduce)
+
+
 def _shardable(mesh: Any, spec: Any, full: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """`spec` without the axes on which a shard would cut a block."""
+    """`spec` without the axes on which a shard would cut a block or a byte."""
     axes = [*spec, *[None] * (len(full) - len(spec))]
+
+    def whole(d: int, m: int, parts: int) -> bool:
+        # The last byte of packed codes may be half empty: then equal shards of codes and bytes do not correspond.
+        return m == 1 or parts == 1 or (full[d] % m == 0 and m % parts == 0)
+
     return [
-        names if all(shape[d] == 1 or _divides(shape[d], _parts(mesh, names)) for shape in [full, *shapes]) else None
+        names if all(whole(d, shape[d], _parts(mesh, names)) for shape in [full, *shapes]) else None
         for d, names in enumerate(axes)
     ]
 
@@ -277,24 +305,29 @@ def _parts(mesh: Any, axes: Any) -> int:
 
 
 def sharding_rule(
-    full: tuple[int, ...], operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
+    mesh: Any, full: tuple[int, ...], operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
 ) -> SdyShardingRule:
     """The Shardy rule that follows from shapes: equal sizes share a factor, 1 has none, blocks share the outer factor.
 
     Where several block sizes meet on an axis (a scale per 32, codes packed by 2) each must divide the next; otherwise
-    the axis stays whole.
+    the sizes are unrelated. They are, too, where some sharding over this mesh would cut a block: Shardy would give the
+    blocks a part of a mesh axis, for which JAX has no name. `_shardable` decides then.
     """
+    divisors = {1}
+    for size in mesh.shape.values():
+        divisors |= {size * other for other in divisors}
     arrays = [*operands, *results]
     sizes: dict[str, int] = {}
     names: list[dict[int, Any]] = []
     for d, n in enumerate(full):
         counts = sorted({shape[d] for shape in arrays} | {n})
         counts = [m for m in counts if m != 1] or [n]
-        if any(larger % smaller for smaller, larger in pairwise(counts)):
-            names.append({m: f"whole{d}_{m}" for m in counts})
-            continue
         if len(counts) == 1:
             names.append({counts[0]: f"a{d}"})
+            continue
+        nested = all(larger % smaller == 0 for smaller, larger in pairwise(counts))
+        if not nested or any(m % parts for m in counts[:-1] for parts in divisors):
+            names.append({m: f"a{d}_{m}" for m in counts})
             continue
         factors = [f"a{d}_{i}" for i in range(len(counts))]
         for factor, size in zip(factors[1:], [b // a for a, b in pairwise(counts)], strict=True):

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jaxquant._core import ffi
+from jaxquant._core.errors import refuse
 from jaxquant._core.primitive import Operation, Result, bind, build
 from jaxquant.affine import scales
 from jaxquant.affine.custom_rules import straight_through
-from jaxquant.affine.errors import refuse
-from jaxquant.affine.exact import seal
+from jaxquant.affine.exact import round_zero_point, seal
 from jaxquant.affine.straight_through import Terms, build_gradient, value_jvp
 
 
@@ -103,7 +103,7 @@ def _resolve(q, scale, zero_point, axis, block_shape, dtype, implementation):
 
 
 def _reference(q: Any, scale: Any, zero_point: Any, *, dtype: Any) -> Any:
-    full_scale, full_zero = scales.spread(scale, q.shape), scales.spread(jnp.round(zero_point), q.shape)
+    full_scale, full_zero = scales.spread(scale, q.shape), scales.spread(round_zero_point(zero_point), q.shape)
     return seal(((q.astype(scale.dtype) - full_zero) * full_scale).astype(dtype))
 
 

@@ -23,7 +23,13 @@ def over(x: Any, scale: Any, zero_point: Any) -> tuple[Any, Any]:
     """
     number = x == x
     full_scale = jnp.where(number, scales.spread(scale, x.shape), x)
-    return full_scale, jnp.where(number, scales.spread(jnp.round(zero_point), x.shape), x)
+    return full_scale, jnp.where(number, scales.spread(round_zero_point(zero_point), x.shape), x)
+
+
+def round_zero_point(zero_point: Any) -> Any:
+    """Rounded, and never -0."""
+    rounded = jnp.round(zero_point)
+    return jnp.where(rounded == 0, 0, rounded)
 
 
 def seal(value: Any) -> Any:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jaxquant._core import ffi
+from jaxquant._core.errors import refuse
 from jaxquant._core.primitive import Operation, Result, bind, build
 from jaxquant.affine import qtypes
-from jaxquant.affine.errors import refuse
 
 
 def pack(q: Any, qtype: Any, *, implementation: str | None = None) -> jax.Array:
@@ -70,10 +70,11 @@ def unpack(packed: Any, qtype: Any, size: int, *, implementation: str | None = N
         raise refuse("unpack", "packed", "uint8 bytes", packed.dtype.name, "pass what pack returned", TypeError)
     if packed.ndim == 0:
         raise refuse("unpack", "packed", "at least one axis", "a scalar", "reshape it to (1,)")
+    remedy = "pass the unpacked length of the last axis"
     if isinstance(size, (bool, float)):
-        raise refuse(
-            "unpack", "size", "an integer", f"{size!r}", "pass the unpacked length of the last axis", TypeError
-        )
+        raise refuse("unpack", "size", "an integer", f"{size!r}", remedy, TypeError)
+    if isinstance(size, int) and size < 0:
+        raise refuse("unpack", "size", "an integer that is not negative", str(size), remedy)
     if packed.shape[-1] != -(-size * bits // 8):
         expected = f"a last axis of {-(-size * bits // 8)} bytes for {size} codes of {bits} bits"
         raise refuse("unpack", "packed", expected, f"shape {packed.shape}", "correct size or qtype")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxquant.affine.errors import refuse
+from jaxquant._core.errors import refuse
 
 
 class QType(NamedTuple):

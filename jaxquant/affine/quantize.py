@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jaxquant._core import ffi
+from jaxquant._core.errors import refuse
 from jaxquant._core.primitive import Operation, Result, bind, build
 from jaxquant.affine import packing, qtypes, scales
 from jaxquant.affine.custom_rules import straight_through
-from jaxquant.affine.errors import refuse
-from jaxquant.affine.exact import over
+from jaxquant.affine.exact import over, round_zero_point
 from jaxquant.affine.straight_through import X_ONLY, Terms, build_gradient, gradient, value_jvp
 
 
@@ -59,9 +59,13 @@ def quantize(
     >>> jax.grad(lambda x: quantize(x, 0.5, dtype=jnp.float32).sum())(jnp.array([1.0, 1000.0]))
     Array([2., 0.], dtype=float32)
     """
-    operands, params, cast = _resolve(
-        x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, dtype, packed, implementation
+    return _quantize(
+        "quantize", x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, dtype, packed, implementation
     )
+
+
+def _quantize(*arguments: Any) -> jax.Array:
+    operands, params, cast = _resolve(*arguments)
     floating = jnp.issubdtype(dict(params)["out_dtype"], jnp.floating)
     out = _straight_through(*operands, params) if floating else bind(quantize_p, *operands, **dict(params))
     return out.astype(cast)
@@ -87,7 +91,7 @@ def quantize_forward_mode(
     (Array(2., dtype=float32), Array(2., dtype=float32))
     """
     operands, params, cast = _resolve(
-        x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, dtype, packed, implementation
+        "quantize", x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, dtype, packed, implementation
     )
     return bind(quantize_p, *operands, **dict(params)).astype(cast)
 
@@ -120,7 +124,14 @@ def quantize_backward(
     >>> quantize_backward(jnp.ones(2), jnp.array([1.0, 1000.0]), 0.5)
     Array([2., 0.], dtype=float32)
     """
-    name = "quantize_backward"
+    return _quantize_backward(
+        "quantize_backward", dy, x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, implementation
+    )
+
+
+def _quantize_backward(
+    name, dy, x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, implementation
+) -> jax.Array:
     x, dy = scales.as_float_array(name, "x", x), scales.as_float_array(name, "dy", dy)
     if dy.shape != x.shape:
         raise refuse(name, "dy", f"x's shape {x.shape}", f"{dy.shape}", "pass the gradient of the codes of x")
@@ -140,7 +151,19 @@ def quantize_backward(
     return dx
 
 
-def quantize_per_channel(x: Any, scale: Any, zero_point: Any, axis: int, **keywords: Any) -> jax.Array:
+def quantize_per_channel(
+    x: Any,
+    scale: Any,
+    zero_point: Any,
+    axis: int,
+    *,
+    qtype: Any = jnp.int8,
+    qmin: int | None = None,
+    qmax: int | None = None,
+    dtype: Any = None,
+    packed: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
     """`quantize` with one scale for each index of ``axis``.
 
     Args:
@@ -148,7 +171,7 @@ def quantize_per_channel(x: Any, scale: Any, zero_point: Any, axis: int, **keywo
       scale: ``[C]``, C the length of x along ``axis``.
       zero_point: ``[C]``, a scalar or None.
       axis: the channel axis; negative counts from the end.
-      **keywords: qtype, qmin, qmax, dtype, packed and implementation, as for `quantize`.
+      qtype, qmin, qmax, dtype, packed, implementation: as for `quantize`.
 
     Returns, raises, gradients: as `quantize`.
 
@@ -156,11 +179,22 @@ def quantize_per_channel(x: Any, scale: Any, zero_point: Any, axis: int, **keywo
     Array([[2, 2],
            [4, 4]], dtype=int8)
     """
-    return quantize(x, scale, zero_point, axis=axis, **keywords)
+    return _quantize(
+        "quantize_per_channel", x, scale, zero_point, axis, None, qtype, qmin, qmax, dtype, packed, implementation
+    )
 
 
 def quantize_per_channel_backward(
-    dy: Any, x: Any, scale: Any, zero_point: Any, axis: int, **keywords: Any
+    dy: Any,
+    x: Any,
+    scale: Any,
+    zero_point: Any,
+    axis: int,
+    *,
+    qtype: Any = jnp.int8,
+    qmin: int | None = None,
+    qmax: int | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """`quantize_backward` with one scale for each index of ``axis``.
 
@@ -178,12 +212,13 @@ def quantize_per_channel_backward(
     Array([[2., 2.],
            [4., 4.]], dtype=float32)
     """
-    return quantize_backward(dy, x, scale, zero_point, axis=axis, **keywords)
+    return _quantize_backward(
+        "quantize_per_channel_backward", dy, x, scale, zero_point, axis, None, qtype, qmin, qmax, implementation
+    )
 
 
-def _resolve(x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, dtype, packed, implementation):
+def _resolve(name, x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, dtype, packed, implementation):
     """Operands, parameters of the primitive, and the dtype that the caller wants its result in."""
-    name = "quantize"
     x = scales.as_float_array(name, "x", x)
     r = scales.resolve(name, x, scale, zero_point, axis, block_shape, qtype, qmin, qmax)
     packed_bits = 0
@@ -220,7 +255,7 @@ def _reference(x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, out
     x_real = x.astype(scale.dtype)
     full_scale, full_zero = over(x_real, scale, zero_point)
     v = jnp.round(x_real / full_scale) + full_zero
-    v = jnp.where(v == v, v, scales.spread(jnp.round(zero_point), x.shape))
+    v = jnp.where(v == v, v, scales.spread(round_zero_point(zero_point), x.shape))
     # As in the kernels, even a NaN zero point gives a code.
     q = jnp.minimum(jnp.where(v >= qmin, v, qmin), qmax)
     if packed_bits:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant._core import compat
+from jaxquant._core.errors import refuse
 from jaxquant.affine import qtypes
-from jaxquant.affine.errors import refuse
 from jaxquant.affine.qparams import QParams
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -202,6 +202,8 @@ def _zero_point(
     operation: str, zero_point: Any, given: Any, shape: Any, dtype: Any, limits: tuple[int, int] | None
 ) -> jax.Array:
     """At x's rank, with the scale's size or 1 on each axis. Integers carry no gradient."""
+    if isinstance(zero_point, (list, tuple)):
+        zero_point = np.asarray(zero_point)
     if zero_point is None:
         return jnp.zeros((1,) * len(shape), dtype)
     if isinstance(zero_point, (bool, np.bool_)) or jnp.result_type(zero_point) == jnp.bool_:
@@ -210,7 +212,7 @@ def _zero_point(
     integer = jnp.issubdtype(kind, jnp.integer)
     if not integer and not jnp.issubdtype(kind, jnp.floating):
         raise refuse(operation, "zero_point", "None, an integer or a float", str(kind), "convert it", TypeError)
-    if integer and limits is not None and isinstance(zero_point, (int, np.integer, np.ndarray, list, tuple)):
+    if integer and limits is not None and isinstance(zero_point, (int, np.integer, np.ndarray)):
         values = np.asarray(zero_point)
         if values.size and (values.min() < limits[0] or values.max() > limits[1]):
             got = str(values) if values.ndim == 0 else f"values from {values.min()} to {values.max()}"
