@@ -13,6 +13,7 @@ PYTHON311 ?= $(shell for p in python3.11 $$HOME/.pyenv/versions/3.11*/bin/python
 
 VENV := .venv
 BIN := $(VENV)/bin
+GPU_PYTHON ?= python3
 SOURCES := $(shell find ffi jaxquant cmake -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.py' -o -name '*.cmake') \
            CMakeLists.txt pyproject.toml
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
@@ -92,6 +93,15 @@ docs: $(VENV)/quickstart
 wheel: $(VENV)/created
 	@$(BIN)/$(PIP) build
 	$(BIN)/python -m build --wheel --outdir dist .
+
+# On a machine with a GPU, into the environment in use: its image brings CUDA, JAX and the build tools.
+test-gpu bench-gpu:
+	$(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps -C cmake.define.JAXQUANT_CUDA=ON .
+	cd /tmp && $(GPU_PYTHON) $(CURDIR)/tools/gpu.py $(patsubst %-gpu,%,$@) --output $${OUT:-.}
+
+# The kernels and the emulated CUDA kernels under address and undefined-behaviour sanitizers.
+sanitize: $(VENV)/test
+	tools/sanitize.sh $(BIN)/python
 
 clean:
 	rm -rf build dist .venv .venv-oldest docs/api
