@@ -7,8 +7,8 @@
 // The emulation is stricter than a GPU, so that what passes here does not depend on luck there:
 //   - Threads run in random order, another one each launch (JAXQUANT_EMULATION_SEED chooses the sequence), and shared
 //     memory is full of NaN bytes when a block starts: a missing barrier gives wrong numbers.
-//   - Every thread of a block must reach every __syncthreads(). Every lane that a mask names must exist and arrive at the
-//     same function with the same mask. Otherwise the launch fails: cudaGetLastError() returns an error, and
+//   - Every thread of a block must reach every __syncthreads(). Every lane that a mask names must exist and arrive at
+//     the same function with the same mask. Otherwise the launch fails: cudaGetLastError() returns an error, and
 //     cudaGetErrorString() of it says who waits for whom. Nothing hangs but a loop that waits for memory to change.
 //   - Subnormals count as zero, as with nvcc -ftz=true (here in double as well).
 //   - Launches are synchronous. __shared__ is left undefined: a static variable would escape the poisoning.

@@ -131,6 +131,12 @@ JQ_HOST_DEVICE double RoundHalfToEven(double value) {
 #endif
 }
 
+// A zero point as the quantiser uses it: rounded, and never -0, so that v is not either.
+template <typename Real>
+JQ_HOST_DEVICE Real RoundZeroPoint(Real value) {
+  return RoundHalfToEven(value) + Real(0);
+}
+
 // A row's scale as the quantiser uses it. Division is IEEE division, never a multiplication by 1 / scale: the two round
 // apart at ties.
 template <typename Real>
@@ -138,7 +144,82 @@ struct Divisor {
   Real scale;
   static JQ_HOST_DEVICE Divisor Of(Real scale) { return {scale}; }
   JQ_HOST_DEVICE Real Divide(Real value) const { return value / scale; }
+  // The same to those who clamp it to a range of codes; RoundedQuotient() rounds it half to even besides.
+  JQ_HOST_DEVICE Real Quotient(Real value) const { return value / scale; }
+  JQ_HOST_DEVICE Real RoundedQuotient(Real value) const { return RoundHalfToEven(value / scale); }
+#if defined(__CUDACC__) || defined(JQ_CUDA_ON_HOST)
+  static JQ_HOST_DEVICE bool Suits(Real, Real) { return true; }
+  static JQ_HOST_DEVICE Divisor Fast(Real scale) { return {scale}; }
+#endif
 };
+
+#if defined(__CUDACC__) || defined(JQ_CUDA_ON_HOST)
+// On a GPU a division costs ten instructions and a branch; with 1 / scale at hand three give the same bits, for scales
+// and values that tests/cpp/quotient_proof.cc bounds.
+template <>
+struct Divisor<float> {
+  float scale;
+  float negative_reciprocal;
+  bool fast;  // a literal wherever it matters: inlined, no test of it is left
+
+  static JQ_HOST_DEVICE Divisor Of(float scale) { return {scale, 0.0f, false}; }
+
+  // Whether Fast(scale) may stand for Of(scale) next to this zero point: a larger one could bring quotients that only
+  // Divide() keeps exact back into the range of codes.
+  static JQ_HOST_DEVICE bool Suits(float scale, float zero_point) {
+    return scale >= 0x1p-46f && scale <= 0x1p24f && Magnitude(zero_point) <= 0x1p28f;
+  }
+  static JQ_HOST_DEVICE Divisor Fast(float scale) { return {scale, -Reciprocal(scale), true}; }
+
+  // Powers of two bring every value between 2^-100 and 2^80; only an infinite one is left, which the first product holds.
+  JQ_HOST_DEVICE float Divide(float value) const {
+    if (!fast) return value / scale;
+    const bool large = Magnitude(value) > 1.0f;
+    const float up = large ? 0x1p-48f : 0x1p26f, down = large ? 0x1p48f : 0x1p-26f;
+    const float quotient = Corrected(value * up);
+    return quotient * down;
+  }
+  // Exact below 2^54; a larger value lies outside every range of codes, and its quotient will do.
+  JQ_HOST_DEVICE float Quotient(float value) const {
+    return fast ? Corrected(value * 0x1p26f) * 0x1p-26f : value / scale;
+  }
+  // A value below 2^-100 rounds to zero whatever its last bits.
+  JQ_HOST_DEVICE float RoundedQuotient(float value) const {
+    return RoundHalfToEven(fast ? Corrected(value) : value / scale);
+  }
+
+ private:
+  static JQ_HOST_DEVICE float Magnitude(float value) { return BitCast<float>(BitCast<uint32_t>(value) & 0x7fffffffu); }
+
+  static JQ_HOST_DEVICE float MultiplyAdd(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+    return __fmaf_rn(a, b, c);
+#else
+    return __builtin_fmaf(a, b, c);
+#endif
+  }
+
+  // value / scale for values up to 2^80; beyond, uncorrected: the correction of an infinity would be NaN.
+  JQ_HOST_DEVICE float Corrected(float value) const {
+    const float quotient = -value * negative_reciprocal;
+    const float error = MultiplyAdd(quotient, scale, -value);
+    return Magnitude(value) <= 0x1p80f ? MultiplyAdd(error, negative_reciprocal, quotient) : quotient;
+  }
+
+  // 1 / scale, rounded, without the call that the compiler's division keeps for subnormals.
+  static JQ_HOST_DEVICE float Reciprocal(float scale) {
+#if defined(__CUDA_ARCH__)
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(scale));
+#else
+    float r = 1.0f / scale;
+#endif
+    r = MultiplyAdd(MultiplyAdd(-scale, r, 1.0f), r, r);
+    r = MultiplyAdd(MultiplyAdd(-scale, r, 1.0f), r, r);
+    return BitCast<float>(BitCast<uint32_t>(r) | ((BitCast<uint32_t>(scale) & 0x007fffffu) == 0x007fffffu ? 1u : 0u));
+  }
+};
+#endif
 
 template <typename Real>
 struct Range {
@@ -152,5 +233,25 @@ JQ_HOST_DEVICE Real Clamp(Real value, Range<Real> range) {
   value = value < range.qmin ? range.qmin : value;
   return value > range.qmax ? range.qmax : value;
 }
+// NaN gives qmin.
+template <typename Real>
+JQ_HOST_DEVICE Real ClampNumber(Real value, Range<Real> range) {
+  const Real above_qmin = value >= range.qmin ? value : range.qmin;
+  return above_qmin > range.qmax ? range.qmax : above_qmin;
+}
+
+#if defined(__CUDA_ARCH__)
+// One instruction a side. They differ from the compares in the sign of zero alone, and v is never -0.
+#if __CUDA_ARCH__ >= 800
+JQ_HOST_DEVICE float Clamp(float value, Range<float> range) {
+  asm("max.NaN.ftz.f32 %0, %0, %1;" : "+f"(value) : "f"(range.qmin));
+  asm("min.NaN.ftz.f32 %0, %0, %1;" : "+f"(value) : "f"(range.qmax));
+  return value;
+}
+#endif
+JQ_HOST_DEVICE float ClampNumber(float value, Range<float> range) {
+  return fminf(fmaxf(value, range.qmin), range.qmax);
+}
+#endif
 
 }  // namespace jq
