@@ -21,6 +21,18 @@ constexpr int64_t kColumns = 256;
 
 // ---------------------------------------------------------------------------------------------------- conversions
 
+#if defined(__AVX2__)
+// ToBFloat16 for eight floats, each in the low half of its 32 bits.
+inline __m256i BFloat16Bits(__m256i bits) {
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+  const __m256i nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+  return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+}
+#endif
+
 template <typename From, typename To>
 void ConvertTile(const void* in, void* out, int64_t n) {
   const From* from = static_cast<const From*>(in);
@@ -36,6 +48,17 @@ void ConvertTile(const void* in, void* out, int64_t n) {
     for (; i + 8 <= n; i += 8) {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
                        _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+  }
+#endif
+#if defined(__AVX2__)
+  if constexpr (__is_same(From, float) && __is_same(To, BFloat16)) {
+    for (; i + 16 <= n; i += 16) {
+      const __m256i low = BFloat16Bits(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+      const __m256i high = BFloat16Bits(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + 8)));
+      // The pack interleaves 128-bit halves; the permutation undoes it.
+      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), packed);
     }
   }
 #endif
@@ -244,9 +267,10 @@ struct ReducedCursor {
   int64_t offset = 0;
 
   ReducedCursor(const GradientPlan& p, int64_t j) : plan(p) {
+    // The outermost index is what is left: one division fewer, and none at all in the common case of one dimension.
     for (int d = plan.reduced - 1; d >= 0; --d) {
-      index[d] = j % plan.reduced_dim[d].size;
-      j /= plan.reduced_dim[d].size;
+      index[d] = d == 0 ? j : j % plan.reduced_dim[d].size;
+      if (d > 0) j /= plan.reduced_dim[d].size;
       offset += index[d] * plan.reduced_dim[d].stride;
     }
   }
@@ -308,14 +332,20 @@ class GradientPass {
 
   bool Run(int64_t begin, int64_t end) {
     if (widen_ == nullptr || narrow_ == nullptr) return false;
-    for (int64_t unit = begin; unit < end; ++unit) plan_.columns ? Columns(unit) : Row(unit);
+    int64_t outer = begin / plan_.chunks, chunk = begin % plan_.chunks;
+    for (int64_t unit = begin; unit < end; ++unit) {
+      plan_.columns ? Columns(outer, chunk) : Row(outer, chunk);
+      if (++chunk == plan_.chunks) {
+        chunk = 0;
+        ++outer;
+      }
+    }
     return true;
   }
 
  private:
   // One chunk of the sum that belongs to scale element e.
-  void Row(int64_t unit) {
-    const int64_t e = unit / plan_.chunks, chunk = unit % plan_.chunks;
+  void Row(int64_t e, int64_t chunk) {
     int64_t base = 0, zero = 0;
     Locate(e, plan_.kept, &base, &zero);
     const int64_t begin = chunk * kChunk;
@@ -349,10 +379,8 @@ class GradientPass {
   }
 
   // One chunk of up to kColumns neighbouring sums.
-  void Columns(int64_t unit) {
-    const int64_t chunk = unit % plan_.chunks;
-    const int64_t tile = unit / plan_.chunks % plan_.tiles;
-    const int64_t outer = unit / plan_.chunks / plan_.tiles;
+  void Columns(int64_t outer_tile, int64_t chunk) {
+    const int64_t tile = outer_tile % plan_.tiles, outer = outer_tile / plan_.tiles;
     const int64_t column = tile * kColumns;
     const int64_t n = plan_.width - column < kColumns ? plan_.width - column : kColumns;
     const ScaleView::Dim run = view_.run();
@@ -392,8 +420,8 @@ class GradientPass {
   // Adds to `base` and `zero` the offsets in x and the zero point of the i-th element of the first `kept` dimensions.
   void Locate(int64_t i, int kept, int64_t* base, int64_t* zero) const {
     for (int d = kept - 1; d >= 0; --d) {
-      const int64_t index = i % plan_.kept_dim[d].size;
-      i /= plan_.kept_dim[d].size;
+      const int64_t index = d == 0 ? i : i % plan_.kept_dim[d].size;
+      if (d > 0) i /= plan_.kept_dim[d].size;
       *base += index * plan_.kept_dim[d].stride;
       *zero += index * plan_.kept_dim[d].zero_point_stride;
     }

@@ -2,6 +2,8 @@
 // an anonymous namespace, so that code of one instruction set is never merged with that of another.
 #pragma once
 
+#include <cstring>
+
 #include "ffi/affine/cpu_kernels.h"
 
 namespace jq {
@@ -45,35 +47,57 @@ void MapLoop(const Real* __restrict dy, const void* x_data, void* out_data, int6
   }
 }
 
+// The sum of n terms of one chunk, in the order of arguments.h; terms has room for whole rows of kLanes. In registers,
+// said explicitly: for a short row this is most of the work, and the compiler would keep the lanes in memory.
+template <typename Real>
+inline __attribute__((always_inline)) Real SumChunk(Real* terms, int64_t n) {
+#if defined(__AVX__)
+  constexpr int kBytes = 32;
+#else
+  constexpr int kBytes = 16;
+#endif
+  typedef Real Vector __attribute__((vector_size(kBytes)));
+  constexpr int kWidth = kBytes / sizeof(Real), kVectors = kLanes / kWidth;
+  for (int64_t i = n; i % kLanes != 0; ++i) terms[i] = 0;
+  Vector lanes[kVectors] = {};
+  for (int64_t row = 0; row < n; row += kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) {
+      Vector vector;
+      memcpy(&vector, terms + row + i * kWidth, sizeof(vector));
+      lanes[i] += vector;
+    }
+  }
+#pragma GCC unroll 8
+  for (int distance = kVectors / 2; distance > 0; distance /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < distance; ++i) lanes[i] += lanes[i + distance];
+  }
+  Real rest[kWidth];
+  memcpy(rest, &lanes[0], sizeof(rest));
+#pragma GCC unroll 8
+  for (int distance = kWidth / 2; distance > 0; distance /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < distance; ++i) rest[i] += rest[i + distance];
+  }
+  return rest[0];
+}
+
 template <typename Math, typename Real>
 void RowLoop(const Real* dy, const Real* x, Real* dx, int64_t n, Real scale, Real zero_point, Range<Real> range,
              Real* dscale, Real* dzero_point) {
+  // Terms first, then their sums: the first loop has no dependence between elements.
+  alignas(64) Real scale_terms[kChunk], zero_terms[kChunk];
   const Divisor<Real> divisor = Divisor<Real>::Of(scale);
-  alignas(64) Real scale_lanes[kLanes] = {}, zero_lanes[kLanes] = {};
-  int64_t base = 0;
-  for (; base + kLanes <= n; base += kLanes) {
 #pragma GCC ivdep
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const auto g = Math::template Gradient<Real>::Of(dy[base + lane], x[base + lane], divisor, zero_point, range);
-      dx[base + lane] = g.dx;
-      scale_lanes[lane] += g.dscale;
-      zero_lanes[lane] += g.dzero_point;
-    }
+  for (int64_t i = 0; i < n; ++i) {
+    const auto g = Math::template Gradient<Real>::Of(dy[i], x[i], divisor, zero_point, range);
+    dx[i] = g.dx;
+    scale_terms[i] = g.dscale;
+    zero_terms[i] = g.dzero_point;
   }
-  for (int lane = 0; base + lane < n; ++lane) {
-    const auto g = Math::template Gradient<Real>::Of(dy[base + lane], x[base + lane], divisor, zero_point, range);
-    dx[base + lane] = g.dx;
-    scale_lanes[lane] += g.dscale;
-    zero_lanes[lane] += g.dzero_point;
-  }
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    for (int lane = 0; lane < distance; ++lane) {
-      scale_lanes[lane] += scale_lanes[lane + distance];
-      zero_lanes[lane] += zero_lanes[lane + distance];
-    }
-  }
-  *dscale = scale_lanes[0];
-  *dzero_point = zero_lanes[0];
+  *dscale = SumChunk(scale_terms, n);
+  *dzero_point = SumChunk(zero_terms, n);
 }
 
 template <typename Math, typename Real>

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define JQ_HOST_DEVICE __host__ __device__ __forceinline__
@@ -226,6 +227,28 @@ struct Range {
   Real qmin;
   Real qmax;
 };
+
+// condition ? a : b and condition ? a : +0, by masks on the host: compilers turn a ternary into a branch first and into
+// a tangle of masks afterwards.
+template <typename Real>
+JQ_HOST_DEVICE Real Select(bool condition, Real a, Real b) {
+#if defined(__CUDA_ARCH__)
+  return condition ? a : b;
+#else
+  using Bits = typename std::conditional<sizeof(Real) == 4, uint32_t, uint64_t>::type;
+  const Bits mask = -static_cast<Bits>(condition);
+  return BitCast<Real>((BitCast<Bits>(a) & mask) | (BitCast<Bits>(b) & ~mask));
+#endif
+}
+template <typename Real>
+JQ_HOST_DEVICE Real Keep(bool condition, Real a) {
+#if defined(__CUDA_ARCH__)
+  return condition ? a : Real(0);
+#else
+  using Bits = typename std::conditional<sizeof(Real) == 4, uint32_t, uint64_t>::type;
+  return BitCast<Real>(BitCast<Bits>(a) & -static_cast<Bits>(condition));
+#endif
+}
 
 // Explicit compares, since min and max treat NaN differently on x86 and CUDA. NaN passes through.
 template <typename Real>

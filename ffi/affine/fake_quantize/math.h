@@ -8,7 +8,7 @@ namespace jq {
 struct FakeQuantize {
   template <typename Real>
   static JQ_HOST_DEVICE Real Value(Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
-    const Real v = RoundHalfToEven(scale.Divide(x)) + zero_point;
+    const Real v = scale.RoundedQuotient(x) + zero_point;
     return (Clamp(v, range) - zero_point) * scale.scale;  // NaN passes through Clamp
   }
 
@@ -18,18 +18,20 @@ struct FakeQuantize {
     Real dx, dscale, dzero_point;
 
     static JQ_HOST_DEVICE Gradient Of(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
-      const Real t = scale.Divide(x);
+      const Real t = scale.Quotient(x);
       const Real rounded = RoundHalfToEven(t);
       const Real v = rounded + zero_point;
       const bool below = v < range.qmin;
       const bool above = v > range.qmax;
-      const bool inside = v >= range.qmin && v <= range.qmax;
-      const Real edge = (above ? range.qmax : range.qmin) - zero_point;
+      const bool outside = below | above;
+      const bool inside = (v >= range.qmin) & (v <= range.qmax);
+      const Real edge = Select(above, range.qmax, range.qmin) - zero_point;
+      const Real slope = Select(inside, rounded - t, edge);
       Gradient g;
-      g.dx = inside ? dy : Real(0);
-      // Selected after the product, so that an infinite upstream gradient or residual leaves no NaN behind.
-      g.dscale = inside ? dy * (rounded - t) : ((above || below) ? dy * edge : Real(0));
-      g.dzero_point = (above || below) ? -(scale.scale * dy) : Real(0);
+      g.dx = Keep(inside, dy);
+      // Selected after the product, so that NaN and infinity in what is not selected leave nothing behind.
+      g.dscale = Keep(inside | outside, dy * slope);
+      g.dzero_point = Keep(outside, -(scale.scale * dy));
       return g;
     }
   };

@@ -8,11 +8,10 @@ namespace jq {
 struct Quantize {
   template <typename Real>
   static JQ_HOST_DEVICE Real Value(Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
-    const Real v = RoundHalfToEven(scale.Divide(x)) + zero_point;
+    const Real v = scale.RoundedQuotient(x) + zero_point;
     const Real code = v == v ? v : zero_point;  // NaN has no code; the zero point's dequantises to 0
-    // Written so that even a NaN zero point gives a code: no conversion to integer ever meets a NaN.
-    const Real above_qmin = code >= range.qmin ? code : range.qmin;
-    return above_qmin > range.qmax ? range.qmax : above_qmin;
+    // Even a NaN zero point gives a code: no conversion to integer ever meets a NaN.
+    return ClampNumber(code, range);
   }
 
   // The codes seen as floating-point numbers; in range dy / scale, the operation this project began with.
@@ -21,14 +20,14 @@ struct Quantize {
     Real dx, dscale, dzero_point;
 
     static JQ_HOST_DEVICE Gradient Of(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
-      const Real t = scale.Divide(x);
+      const Real t = scale.Quotient(x);
       const Real v = RoundHalfToEven(t) + zero_point;
-      const bool inside = v >= range.qmin && v <= range.qmax;
+      const bool inside = (v >= range.qmin) & (v <= range.qmax);
       const Real slope = scale.Divide(dy);
       Gradient g;
-      g.dx = inside ? slope : Real(0);
-      g.dscale = inside ? -(slope * t) : Real(0);
-      g.dzero_point = inside ? dy : Real(0);
+      g.dx = Keep(inside, slope);
+      g.dscale = Keep(inside, -(slope * t));
+      g.dzero_point = Keep(inside, dy);
       return g;
     }
   };
