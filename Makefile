@@ -48,7 +48,7 @@ $(VENV)/test: $(VENV)/created $(SOURCES)
 	@$(BIN)/$(PIP) '.[test]' -C cmake.define.JAXQUANT_EMULATION=ON && touch $@
 
 quickstart: $(VENV)/quickstart
-	@$(BIN)/python examples/qat_digits.py
+	@mkdir -p build && $(BIN)/python examples/qat_digits.py --output build/qat_digits.png
 
 test: $(VENV)/test
 	$(BIN)/pytest -n auto -q
@@ -71,6 +71,7 @@ $(VENV)/bench: $(VENV)/quickstart
 
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/affine.py
+	$(BIN)/python benchmarks/qat_step.py
 
 $(VENV)/lint: $(VENV)/quickstart
 	@$(BIN)/$(PIP) 'ruff==0.17.6' 'pyright==1.1.414' 'clang-format==23.1.5' && touch $@

@@ -39,7 +39,7 @@ def measure(case: Case) -> dict[str, float]:
     """Median milliseconds of each contender."""
     import jax
 
-    state = {name: case.operands for name in case.contenders}
+    state = dict.fromkeys(case.contenders, case.operands)
 
     def call(name: str) -> float:
         function = case.contenders[name]
@@ -57,7 +57,7 @@ def measure(case: Case) -> dict[str, float]:
 
     if case.donate:
         for name in case.contenders:
-            first = jax.numpy.array(case.operands[0], copy=True)
+            first = jax.tree.map(lambda a: jax.numpy.array(a, copy=True), case.operands[0])
             state[name] = (first, *case.operands[1:])
     for name in case.contenders:
         for _ in range(3):

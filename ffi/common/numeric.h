@@ -151,6 +151,7 @@ struct Divisor {
 #if defined(__CUDACC__) || defined(JQ_CUDA_ON_HOST)
   static JQ_HOST_DEVICE bool Suits(Real, Real) { return true; }
   static JQ_HOST_DEVICE Divisor Fast(Real scale) { return {scale}; }
+  static JQ_HOST_DEVICE Divisor One() { return {Real(1)}; }
 #endif
 };
 
@@ -171,6 +172,7 @@ struct Divisor<float> {
     return scale >= 0x1p-46f && scale <= 0x1p24f && Magnitude(zero_point) <= 0x1p28f;
   }
   static JQ_HOST_DEVICE Divisor Fast(float scale) { return {scale, -Reciprocal(scale), true}; }
+  static JQ_HOST_DEVICE Divisor One() { return {1.0f, -1.0f, true}; }
 
   // Powers of two bring every value between 2^-100 and 2^80; only an infinite one is left, which the first product holds.
   JQ_HOST_DEVICE float Divide(float value) const {

@@ -8,17 +8,17 @@ batching and sharding need to know, so per-tensor, per-channel, per-token and bl
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec
@@ -223,9 +223,9 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
     def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
         del result_shapes
         lead = operand_shapes[operation.operands.index("full")] if "full" in operation.operands else operand_shapes[0]
-        spec = _shardable(
-            mesh, lead.sharding.spec, full, [o.shape for o in operand_shapes] + [r.shape for r in results]
-        )
+        shapes = [*(o.shape for o in operand_shapes), *(r.shape for r in results)]
+        roles: list[Role] = [*operation.operands, *(r.role for r in results)]
+        spec = _shardable(mesh, lead.sharding.spec, full, list(zip(roles, shapes, strict=True)))
 
         def sharding(shape: tuple[int, ...]) -> NamedSharding:
             return NamedSharding(
@@ -252,7 +252,8 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
         return mesh, shard, tuple(sharding(r.shape) for r in results), tuple(sharding(o.shape) for o in operand_shapes)
 
     def rule(mesh: Any, operand_types: Any, result_types: Any) -> SdyShardingRule:
-        return sharding_rule(mesh, full, [t.shape for t in operand_types], [t.shape for t in result_types])
+        del mesh
+        return sharding_rule(full, [t.shape for t in operand_types], [t.shape for t in result_types])
 
     def infer(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
         return partition(mesh, operand_shapes, result_shapes)[2]
@@ -270,7 +271,8 @@ def _lower_all_reduce(ctx: Any, *sums: Any, axes: tuple[str, ...]) -> Any:
     # takes such annotations out any more.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-        return mlir.lower_fun(function, multiple_results=True)(ctx.replace(avals_in=avals, avals_out=avals), *sums)
+        bare = ctx.replace(avals_in=avals, avals_out=avals, jaxpr_eqn_ctx=None)
+        return mlir.lower_fun(function, multiple_results=True)(bare, *sums)
 
 
 # The sums of all shards: one all-reduce for all of them together.
@@ -280,18 +282,23 @@ _all_reduce_p.def_abstract_eval(lambda *sums, axes: list(sums))
 mlir.register_lowering(_all_reduce_p, _lower_all_reduce)
 
 
-def _shardable(mesh: Any, spec: Any, full: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+def _shardable(
+    mesh: Any, spec: Any, full: tuple[int, ...], arrays: Sequence[tuple[Role, tuple[int, ...]]]
+) -> list[Any]:
     """`spec` without the axes on which a shard would cut a block or a byte."""
+
+    def whole(d: int, parts: int) -> bool:
+        for role, shape in arrays:
+            n, m = full[d], shape[d]
+            if m != 1 and (n % m or m % parts):
+                return False
+            # 6 codes of 2 bits fill a byte and a half: half of the codes are not half of the bytes.
+            if role == "packed" and 8 % (n // m):
+                return False
+        return True
+
     axes = [*spec, *[None] * (len(full) - len(spec))]
-
-    def whole(d: int, m: int, parts: int) -> bool:
-        # The last byte of packed codes may be half empty: then equal shards of codes and bytes do not correspond.
-        return m == 1 or parts == 1 or (full[d] % m == 0 and m % parts == 0)
-
-    return [
-        names if all(whole(d, shape[d], _parts(mesh, names)) for shape in [full, *shapes]) else None
-        for d, names in enumerate(axes)
-    ]
+    return [names if (parts := _parts(mesh, names)) == 1 or whole(d, parts) else None for d, names in enumerate(axes)]
 
 
 def _divides(size: Any, parts: int) -> bool:
@@ -305,40 +312,17 @@ def _parts(mesh: Any, axes: Any) -> int:
 
 
 def sharding_rule(
-    mesh: Any, full: tuple[int, ...], operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
+    full: tuple[int, ...], operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
 ) -> SdyShardingRule:
-    """The Shardy rule that follows from shapes: equal sizes share a factor, 1 has none, blocks share the outer factor.
+    """The Shardy rule that follows from shapes: an axis is one factor in every array, and an axis of 1 has none.
 
-    Where several block sizes meet on an axis (a scale per 32, codes packed by 2) each must divide the next; otherwise
-    the sizes are unrelated. They are, too, where some sharding over this mesh would cut a block: Shardy would give the
-    blocks a part of a mesh axis, for which JAX has no name. `_shardable` decides then.
+    JAX gives a factor the smallest of its sizes, so Shardy proposes only mesh axes that divide the number of blocks. A
+    compound factor (blocks, block) would be the textbook rule, but where a shard cuts a block it makes Shardy split a
+    mesh axis, for which JAX has no name: compilation fails.
     """
-    divisors = {1}
-    for size in mesh.shape.values():
-        divisors |= {size * other for other in divisors}
-    arrays = [*operands, *results]
-    sizes: dict[str, int] = {}
-    names: list[dict[int, Any]] = []
-    for d, n in enumerate(full):
-        counts = sorted({shape[d] for shape in arrays} | {n})
-        counts = [m for m in counts if m != 1] or [n]
-        if len(counts) == 1:
-            names.append({counts[0]: f"a{d}"})
-            continue
-        nested = all(larger % smaller == 0 for smaller, larger in pairwise(counts))
-        if not nested or any(m % parts for m in counts[:-1] for parts in divisors):
-            names.append({m: f"a{d}_{m}" for m in counts})
-            continue
-        factors = [f"a{d}_{i}" for i in range(len(counts))]
-        for factor, size in zip(factors[1:], [b // a for a, b in pairwise(counts)], strict=True):
-            sizes[factor] = size
-        names.append({m: factors[0] if i == 0 else CompoundFactor(*factors[: i + 1]) for i, m in enumerate(counts)})
+    ones = itertools.count()
 
-    ones = iter(range(1_000_000))
+    def mapping(shape: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(f"a{d}" if m != 1 or full[d] == 1 else f"one{next(ones)}" for d, m in enumerate(shape))
 
-    def mapping(shape: tuple[int, ...]) -> tuple[Any, ...]:
-        return tuple(names[d].get(m) if m != 1 or full[d] == 1 else f"one{next(ones)}" for d, m in enumerate(shape))
-
-    keywords: dict[str, Any] = sizes  # a keyword for each factor whose size does not follow
-    mappings: Any = (tuple(mapping(s) for s in operands), tuple(mapping(s) for s in results))
-    return SdyShardingRule(*mappings, **keywords)
+    return SdyShardingRule(tuple(map(mapping, operands)), tuple(map(mapping, results)))

@@ -1,0 +1,60 @@
+"""One of the two processes of test_distributed.py: sharded over both, equal to one process, with its one all-reduce.
+
+python one_process_of_two.py <port> <process id>
+"""
+
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+import oracle
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import collectives
+
+import jaxquant
+
+
+def main(port, process):
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
+    assert len(jax.devices()) == 4 and len(jax.local_devices()) == 2
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
+
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(2, 8, 6)).astype(np.float32) * 3
+    scale, zero_point = np.linspace(0.1, 0.4, 6, dtype=np.float32), np.float32([0, 1, -1, 2, 0, 1])
+
+    def place(a, sharding):
+        return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+
+    arrays = place(x, rows), place(scale, whole), place(zero_point, whole), place(dy, rows)
+
+    def f(x, s, z):
+        return jaxquant.fake_quantize(x, s, z, axis=1, qtype="int4", implementation="ffi")
+
+    gradient = jax.jit(jax.grad(lambda x, s, z, dy: (f(x, s, z) * dy).sum(), (0, 1, 2)))
+    forward = jax.jit(f)
+    y, (dx, dscale, dzero_point) = forward(*arrays[:3]), gradient(*arrays)
+    assert collectives(forward, *arrays[:3]) == {}
+    assert collectives(gradient, *arrays) == {"all-reduce": 1}
+
+    keywords = {"axis": 1, "qtype": "int4"}
+    expected = oracle.fake_quantize_gradient(dy, x, scale, zero_point, **keywords)
+    for actual, wanted in ((y, oracle.fake_quantize(x, scale, zero_point, **keywords)), (dx, expected.dx)):
+        assert actual.sharding.is_equivalent_to(rows, 2)
+        for shard in actual.addressable_shards:
+            oracle.assert_same_bits(shard.data, wanted[shard.index])
+    for actual, wanted in ((dscale, expected.dscale), (dzero_point, expected.dzero_point)):
+        assert actual.is_fully_replicated
+        oracle.assert_same_sum(actual.addressable_data(0), wanted, np.float32, exact=False)
+    print("done", jax.process_index())
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

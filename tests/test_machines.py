@@ -1,0 +1,57 @@
+"""One set of bits for every instruction set and thread count: each variant is a fresh process over output_hashes.py."""
+
+import functools
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parent / "output_hashes.py"
+
+
+@functools.cache
+def cpu_flags():
+    text = pathlib.Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    return frozenset(next((line.split() for line in text.splitlines() if line.startswith("flags")), []))
+
+
+@functools.cache
+def hashes(isa=None, cpus=None):
+    environment = {name: value for name, value in os.environ.items() if name not in ("JAXQUANT_ISA", "XLA_FLAGS")}
+    if isa is not None:
+        environment["JAXQUANT_ISA"] = isa
+    command = [sys.executable, str(SCRIPT)]
+    if cpus is not None:
+        command = ["taskset", "-c", cpus, *command]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_equal_hashes(actual, expected):
+    different = [name for name in expected if actual.get(name) != expected[name]]
+    assert not different, different
+    assert actual.keys() == expected.keys()
+
+
+# The variants share the base process through the cache, so they run in one worker.
+pytestmark = pytest.mark.xdist_group("machines")
+
+NEEDED = {"portable": set(), "v2": {"sse4_2"}, "v3": {"avx2", "fma", "f16c"}, "v4": {"avx512f", "avx512bw", "avx512vl"}}
+
+
+@pytest.mark.parametrize("isa", NEEDED)
+def test_instruction_sets(isa):
+    if not NEEDED[isa] <= cpu_flags():
+        pytest.skip(f"this CPU has no x86-64-{isa}")
+    assert_equal_hashes(hashes(isa), hashes())
+
+
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="taskset is missing")
+def test_one_thread():
+    cpu = str(min(os.sched_getaffinity(0)))
+    assert_equal_hashes(hashes(cpus=cpu), hashes())
