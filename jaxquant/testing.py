@@ -62,9 +62,9 @@ def emulation_available() -> bool:
 def conformance(implementation: str | None = None) -> Report:
     """Checks every operation on the default platform against NumPy.
 
-    Values, codes and dx must agree in every bit (NaN with NaN); sums within the bound stated in `Report`. Rounding
-    ties, both ends of the range, infinities, NaN, sizes that are no multiple of a vector, every way to share scales, every
-    float dtype (float64 where x64 is enabled), vmap and empty arrays are among the cases.
+    Values, codes and dx must agree in every bit (NaN with NaN); sums within the bound stated in `Report`. Among the
+    cases are rounding ties, both ends of the range, infinities, NaN, sizes that are no multiple of a vector, every way
+    to share scales, every float dtype (float64 where x64 is enabled), vmap and empty arrays.
 
     Args:
       implementation: None, "ffi" or "xla", as for the operations. The "xla" reference is IEEE-exact on CPU only: on GPU

@@ -37,8 +37,12 @@ def carrier(dtype, qtype, qmin=None, qmax=None):
     return np.dtype(np.float32) if reach > EXACT.get(dtype.name, reach) else dtype
 
 
-# Enough to see a difference between eager and compiled code, at a third of the compilations.
 CORE = ("quantize", "fake_quantize", "dequantize", "quantize_backward", "fake_quantize_gradient")
+
+
+def affordable(implementation):
+    """What to compare where a test has many parameters: XLA takes far longer to compile its own code than a call."""
+    return CORE if implementation == "xla" else None
 
 
 def results(keywords, dtype, implementation=None, names=None):

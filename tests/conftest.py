@@ -29,7 +29,8 @@ def pytest_runtest_makereport(item, call):
     """A sharding test that skips itself for want of devices would prove nothing, silently."""
     outcome = yield
     report = outcome.get_result()
-    if report.skipped and "device" in str(report.longrepr):
+    reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
+    if "device" in reason:
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid}: skipped for want of devices; {_FORCE} must be set before JAX starts"
 

@@ -63,6 +63,7 @@ def arithmetic_type(dtype):
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
+@np.errstate(invalid="ignore")
 def flush(a):
     """``a`` with subnormals (of its arithmetic type) replaced by a zero of their sign."""
     a = np.asarray(a)

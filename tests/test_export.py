@@ -12,8 +12,9 @@ import transforms
 from jax import export
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, put
+from operations import NAMED
 from oracle import assert_same_bits
-from transforms import BLOCKS, CHANNELS, NAMED, Case
+from transforms import BLOCKS, CHANNELS, Case
 
 import jaxquant
 

@@ -180,7 +180,7 @@ def test_views(view, dtype, crowd, implementation):
     seen, dy = VIEWS[view](x), VIEWS[view](b)
     scale = np.float32(0.05) if seen.ndim == 1 else np.linspace(0.01, 0.1, seen.shape[0], dtype=np.float32)[:, None]
     keywords = {"qtype": "int8"}
-    call = calls.results(keywords, x.dtype, implementation)
+    call = calls.results(keywords, x.dtype, implementation, calls.affordable(implementation))
     zero_point = np.full(scale.shape, 3, np.int32)
     actual = jax.jit(lambda x, s, z, dy: call(VIEWS[view](x), s, z, VIEWS[view](dy)))(x, scale, zero_point, b)
     wanted = calls.expected(seen, scale, zero_point, dy, keywords)
@@ -202,7 +202,7 @@ def test_large_arrays(layout, dtype, implementation):
     """More than a million elements, so that the work is shared between threads."""
     x_shape, scale_shape, keywords = LARGE[layout]
     large = granularities.Granularity(layout, x_shape, scale_shape, **keywords)
-    names = None if dtype == "float32" else calls.CORE
+    names = calls.affordable(implementation)
     calls.check(large.operands(dtype), {"qtype": "int8", **large.keywords}, implementation, names=names)
 
 

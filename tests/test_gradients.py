@@ -282,6 +282,18 @@ def test_second_order(name, mode, implementation):
         np.testing.assert_allclose(np.asarray(actual[i][j]) / scale, wanted / scale, rtol=2e-5, atol=2e-6)
 
 
+def test_second_order_masks_by_select(implementation):
+    """A NaN that the first derivative did not let through is not let through by its derivative either."""
+    x, dy = np.float32([0.2, 500.0]), np.float32([np.nan, 1.0])
+
+    def dzero_point(scale):
+        function = partial(jaxquant.fake_quantize, x, scale, implementation=implementation)
+        return jax.vjp(function, np.float32(0))[1](dy)[0]
+
+    first, second = jax.jvp(dzero_point, (np.float32(0.5),), (np.float32(1),))
+    assert (first, second) == (-0.5, -1.0)
+
+
 def test_hessian_of_the_cube_is_exact(operands, implementation):
     """diag(6 fake_quantize(x) mask), by the product of a Hessian with the ones vector."""
     x = operands.x.reshape(-1)

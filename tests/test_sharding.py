@@ -227,15 +227,21 @@ def test_packed_codes_sharded_on_the_last_axis(size, implementation):
 EXPLICIT = [P("a"), P("a", None, "b"), P(None, None, ("a", "b"))]
 
 
-@pytest.mark.parametrize("spec", EXPLICIT, ids=str)
-@every_granularity
+@pytest.mark.parametrize(
+    ("granularity", "spec"),
+    [
+        (granularity, spec)
+        for granularity in GRANULARITIES
+        for spec in EXPLICIT
+        if not meshes.cuts_a_block(mesh_of(EIGHT), spec, SHAPE, granularity.scale_shape)
+    ],
+    ids=str,
+)
 def test_explicit(granularity, spec):
     """Types carry the sharding, forward and backward, and nothing moves that the sums do not need."""
     mesh = mesh_of(EIGHT, AxisType.Explicit)
     with jax.set_mesh(mesh):
         p = Problem(granularity, mesh, spec)
-        if p.cut:
-            pytest.skip("a shard would cut a block")
         compiled = jax.jit(p.values)
         for name, aval in jax.eval_shape(p.values, *p.sharded).items():
             assert meshes.padded(aval.sharding.spec, 3) == meshes.padded(spec, 3), name
@@ -311,9 +317,9 @@ def test_shard_map(granularity, manual):
             crossing, p.crossing = p.crossing, True
             p.check_gradient("fake_quantize", actual)
             p.crossing = crossing
-        kinds = collectives(compiled, *p.sharded)
-        assert set(kinds) <= {"all-reduce"}, kinds
-        assert bool(kinds) == p.crossing, kinds
+        # Partly manual, the sum is made in two steps: over the automatic axes, then over the manual ones.
+        counted = collectives(compiled, *p.sharded)
+        assert counted == ({"all-reduce": 1 if manual == {"a", "b"} else 2} if p.crossing else {})
 
 
 @pytest.mark.smoke

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transforms
+from operations import NAMED, OPERATIONS
 from oracle import assert_same_bits
-from transforms import BLOCKS, CHANNELS, NAMED, OPERATIONS, Case
+from transforms import BLOCKS, CHANNELS, Case
 
 import jaxquant
 
@@ -21,6 +22,7 @@ def _smoke(case, check):
     return check in SMOKE.get(case.operation.name, (transforms.vmap, transforms.vmap_grad))
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize(
     ("case", "check"),
     [

@@ -1,6 +1,6 @@
 """The battery: what every operation must do under JAX's transformations, written once.
 
-A `Case` is an operation on a granularity through an implementation. Each function of BATTERY takes a case and fails
+A `Case` is an operation on a granularity through an implementation. Each check takes a case and fails
 unless the transformed operation equals a Python loop over the plain one: in every bit where the contract promises bits,
 which is everywhere but in sums made by XLA. Derivatives beyond those of the table are compared with `models.py`: smooth
 functions of JAX alone that hold mask and rounding residual constant.
@@ -9,7 +9,6 @@ functions of JAX alone that hold mask and rounding residual constant.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
 
 import jax
 import jax.extend
@@ -18,6 +17,7 @@ import numpy as np
 import oracle
 from granularities import Granularity
 from models import model_of
+from operations import Operation
 from oracle import assert_same_bits
 
 import jaxquant
@@ -26,89 +26,6 @@ import jaxquant
 CHANNELS = Granularity("channels", (4, 3, 5), (3,), axis=1)
 BLOCKS = Granularity("blocks", (6, 10), (2, 5), block_shape=(3, 2))
 MAPPED, OUTER = 7, 2
-QTYPE = {"qtype": jnp.int4}
-
-
-def fake_quantize(x, scale, zero_point, *, functions=jaxquant, **keywords):
-    return functions.fake_quantize(x, scale, zero_point, **QTYPE, **keywords)
-
-
-def quantize(x, scale, zero_point, *, functions=jaxquant, **keywords):
-    return functions.quantize(x, scale, zero_point, **QTYPE, dtype=x.dtype, **keywords)
-
-
-def integer_quantize(x, scale, zero_point, **keywords):
-    return jaxquant.quantize(x, scale, zero_point, **QTYPE, **keywords)
-
-
-def packed_quantize(x, scale, zero_point, **keywords):
-    return jaxquant.quantize(x, scale, zero_point, **QTYPE, packed=True, **keywords)
-
-
-def dequantize(q, scale, zero_point, *, functions=jaxquant, **keywords):
-    dtype = q.dtype if jnp.issubdtype(q.dtype, jnp.floating) else scale.dtype
-    return functions.dequantize(q, scale, zero_point, dtype=dtype, **keywords)
-
-
-def quantize_backward(dy, x, scale, zero_point, **keywords):
-    return jaxquant.quantize_backward(dy, x, scale, zero_point, **QTYPE, **keywords)
-
-
-def gradient_of(function):
-    """(dy, x, scale, zero_point) -> all three gradients: one equation of the operation's gradient primitive."""
-
-    def call(dy, *primals, **keywords):
-        return jax.vjp(lambda *a: function(*a, **keywords), *primals)[1](dy)
-
-    return call
-
-
-def pack(codes, *, axis, block_shape, **keywords):
-    del axis, block_shape
-    return jaxquant.pack(codes, **QTYPE, **keywords)
-
-
-def unpack(packed, *, axis, block_shape, **keywords):
-    del axis, block_shape
-    return jaxquant.unpack(packed, **QTYPE, size=packed.shape[-1] * 2 - 1, **keywords)
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """call(*operands, axis=, block_shape=, implementation=); sums: which of several results are sums."""
-
-    name: str
-    call: Callable
-    operands: tuple
-    differentiable: tuple = ()
-    sums: tuple = (False,)
-    model: str | None = None
-    forward_mode: bool = False
-
-    def __repr__(self):
-        return self.name
-
-
-_VALUE = ("x", "scale", "zero_point")
-_GRADIENT = {"sums": (False, True, True)}
-_TRAINED = {"differentiable": (0, 1, 2), "forward_mode": True}
-OPERATIONS = [
-    Operation("fake_quantize", fake_quantize, _VALUE, **_TRAINED, model="fake_quantize"),
-    Operation("quantize", quantize, _VALUE, **_TRAINED, model="quantize"),
-    Operation("dequantize", dequantize, ("carried", "scale", "zero_point"), **_TRAINED, model="dequantize"),
-    Operation("quantize_backward", quantize_backward, ("dy", *_VALUE), (0, 1, 2, 3), model="quantize_backward"),
-    Operation("fake_quantize_gradient", gradient_of(fake_quantize), ("dy", *_VALUE), (0, 1, 2, 3), **_GRADIENT),
-    Operation("quantize_gradient", gradient_of(quantize), ("dy", *_VALUE), (0, 1, 2, 3), **_GRADIENT),
-    Operation(
-        "dequantize_gradient", gradient_of(dequantize), ("dy", "carried", *_VALUE[1:]), (0, 1, 2, 3), **_GRADIENT
-    ),
-    Operation("dequantize_stored", dequantize, ("codes", "scale", "zero_point"), (1, 2), model="dequantize"),
-    Operation("quantize_integer", integer_quantize, _VALUE),
-    Operation("quantize_packed", packed_quantize, _VALUE),
-    Operation("pack", pack, ("codes",)),
-    Operation("unpack", unpack, ("packed",)),
-]
-NAMED = {operation.name: operation for operation in OPERATIONS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,8 +143,10 @@ def shapes(case):
 
 
 def subsets(case):
+    """All of them; through XLA, where each compiles for long, the single operands and all together."""
     indices = range(len(case.operands))
-    return [s for size in indices for s in itertools.combinations(indices, size + 1)]
+    sizes = (1, len(indices)) if case.implementation == "xla" else [size + 1 for size in indices]
+    return [subset for size in dict.fromkeys(sizes) for subset in itertools.combinations(indices, size)]
 
 
 def stacked(case, subset, size, axes):
@@ -420,7 +339,7 @@ POLICIES = ("nothing_saveable", "everything_saveable", "dots_saveable", "dots_wi
 
 
 def higher_orders(case):
-    """Cubed, so that first derivatives enter the second: Hessians and products with them against the model's."""
+    """Hessians, products with them and third derivatives, of a loss whose second derivatives hold the first."""
     arguments = case.operation.differentiable
 
     def loss(call):
@@ -441,14 +360,15 @@ def higher_orders(case):
         def along(*a):
             return sum((g * d).sum() for g, d in zip(at(*a), directions, strict=True))
 
-        return {
-            "hessian": jax.hessian(loss(call), arguments)(*operands),
-            "jacrev of jacrev": jax.jacrev(jax.jacrev(loss(call), arguments), arguments)(*operands),
-            "jvp of grad": jax.jvp(at, primals, directions)[1],
-            "grad of grad": jax.grad(along, range(len(primals)))(*primals),
-            "linearize of grad": jax.linearize(at, *primals)[1](*directions),
-            "third": jax.jvp(jax.grad(along), primals, directions)[1],
-        }
+        results = [jax.hessian(loss(call), arguments)(*operands), jax.jvp(at, primals, directions)[1]]
+        if case.granularity is CHANNELS:
+            results += [
+                jax.jacrev(jax.jacrev(loss(call), arguments), arguments)(*operands),
+                jax.grad(along, range(len(primals)))(*primals),
+                jax.linearize(at, *primals)[1](*directions),
+                jax.jvp(jax.grad(along), primals, directions)[1],
+            ]
+        return results
 
     actual = jax.jit(functools.partial(every, case.call))(*case.operands)
     close_trees(actual, jax.jit(functools.partial(every, model_of(case)))(*case.operands))

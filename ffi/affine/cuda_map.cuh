@@ -1,6 +1,6 @@
 // Element-wise kernels: out = f(x) or, for gradients, f(dy, x).
 //
-// They are bound by memory, so each thread moves 16 bytes at a time on the side of the wider type, several vectors in
+// They are bound by memory, so each thread moves 16 bytes at a time on the side of the wider type, several loads in
 // flight, and the arithmetic stays off the slow pipelines. Three ways through a tensor:
 //   vectors     x as one line. A vector lies in a run that shares a scale, or crosses into the next; one reciprocal each.
 //   columns     consecutive x have consecutive scales: a thread keeps its columns' reciprocals and goes down the rows.
@@ -72,9 +72,12 @@ class MapKernel {
   static constexpr int kGroup = OutStorage::kGroup;
 
  public:
-  static constexpr int kElements = 16 / kWide > kGroup ? 16 / kWide : kGroup;  // of a vector
+  // Of a vector: 16 bytes of the wider type. Where x is wider than the result, 32 of x: the arithmetic is dearest beside
+  // the fewest bytes there, and what a vector costs besides is shared by twice the elements. (Not where the result is
+  // wider: neighbouring threads' loads of half a sector meet in L1, their stores do not.)
+  static constexpr int kElements = 16 / kWide * (XStorage::kBytes > OutStorage::kBytes ? 2 : 1);
   static constexpr int kXBytes = kVectorBytes<X, kElements>, kOutBytes = kVectorBytes<Out, kElements>;
-  static constexpr int kInFlight = kElements >= 8 ? 2 : 4;  // vectors
+  static constexpr int kInFlight = kElements >= 16 ? 1 : kElements >= 8 ? 2 : 4;  // vectors
 
  private:
   static constexpr int V = kElements;

@@ -9,6 +9,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 
 #include "ffi/affine/arguments.h"
 #include "ffi/affine/packing/math.h"
@@ -24,8 +26,22 @@ struct Words {
   uint32_t w[kCount];
 };
 
+// A GPU stops at a vector that is not aligned; so does the emulation.
+template <int kBytes>
+__device__ __forceinline__ void CheckAligned(const void* data) {
+#if defined(JQ_CUDA_ON_HOST)
+  if (reinterpret_cast<uintptr_t>(data) % (kBytes < 16 ? kBytes : 16) != 0) {
+    fprintf(stderr, "access to %d bytes at the unaligned address %p\n", kBytes, data);
+    abort();
+  }
+#else
+  (void)data;
+#endif
+}
+
 template <int kBytes>
 __device__ __forceinline__ Words<kBytes> LoadWords(const void* from) {
+  CheckAligned<kBytes>(from);
   Words<kBytes> words;
   if constexpr (kBytes % 16 == 0) {
 #pragma unroll
@@ -53,6 +69,7 @@ __device__ __forceinline__ Words<kBytes> LoadWords(const void* from) {
 
 template <int kBytes>
 __device__ __forceinline__ void StoreWords(const Words<kBytes>& words, void* to) {
+  CheckAligned<kBytes>(to);
   if constexpr (kBytes % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < kBytes / 16; ++i) {

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
@@ -197,19 +198,19 @@ def _call(
 
     results: those of a shard, where they do not follow from its operands (an unpacked length is a parameter).
     """
-    results = operation.results(*operands, **params) if results is None else results
+    padded: Sequence[Result | None] = operation.results(*operands, **params) if results is None else results
     if operation.pad_results is not None:
-        results = operation.pad_results(*operands, **params)
+        padded = operation.pad_results(*operands, **params)
     shapes = [
         jax.ShapeDtypeStruct((0,), operands[0].dtype) if r is None else jax.ShapeDtypeStruct(r.shape, r.dtype)
-        for r in results
+        for r in padded
     ]
     if operation.scratch is not None:
         scratch = operation.scratch(*operands, **params)
         shapes.append(jax.ShapeDtypeStruct(scratch.shape, scratch.dtype))
     attributes = {key: np.int64(value) for key, value in operation.attributes(**params).items()}
     out = jax.ffi.ffi_call(target, shapes)(*operands, **attributes)
-    return [value for value, result in zip(out, results, strict=False) if result is not None]
+    return [value for value, result in zip(out, padded, strict=False) if result is not None]
 
 
 # -------------------------------------------------------------------------------------------------------- partitioning
@@ -270,7 +271,7 @@ def _lower_all_reduce(ctx: Any, *sums: Any, axes: tuple[str, ...]) -> Any:
     # Without the mesh that explicit mode has around us: its types would annotate shardings, and inside a shard nobody
     # takes such annotations out any more.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+        avals = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
         bare = ctx.replace(avals_in=avals, avals_out=avals, jaxpr_eqn_ctx=None)
         return mlir.lower_fun(function, multiple_results=True)(bare, *sums)
 
@@ -325,4 +326,5 @@ def sharding_rule(
     def mapping(shape: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(f"a{d}" if m != 1 or full[d] == 1 else f"one{next(ones)}" for d, m in enumerate(shape))
 
-    return SdyShardingRule(tuple(map(mapping, operands)), tuple(map(mapping, results)))
+    mappings: Any = (tuple(map(mapping, operands)), tuple(map(mapping, results)))
+    return SdyShardingRule(*mappings)

@@ -121,7 +121,9 @@ def _first(dy: Any, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int) -
 
 def _smooth(dy: Any, x: Any, scale: Any, zero_point: Any, inside: Any, outside: Any) -> Any:
     del x
-    return dy * inside, -dy * outside * zero_point, -dy * outside * scale
+    # Selected, as in the terms themselves: a NaN upstream that they drop must not come back in their derivatives.
+    kept = jnp.where(outside > 0, dy, 0)
+    return jnp.where(inside > 0, dy, 0), -kept * zero_point, -kept * scale
 
 
 fake_quantize_p = build(

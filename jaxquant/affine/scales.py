@@ -93,6 +93,8 @@ def resolve(
     code = qtypes.QTYPES["int16"] if qtype is None else qtypes.lookup(operation, qtype)
     low, high = qtypes.code_range(operation, code, qmin, qmax)
 
+    if isinstance(scale, (list, tuple)):
+        scale = np.asarray(scale)
     dtype = arithmetic_dtype(x.dtype if arithmetic is None else arithmetic)
     if isinstance(scale, (bool, np.bool_)) or (
         not isinstance(scale, float) and not jnp.issubdtype(jnp.result_type(scale), jnp.floating)

@@ -1,0 +1,325 @@
+#!/usr/bin/env python3
+"""What the compiler made of the CUDA kernels: checks machine code for what the kernels promise, and predicts their speed.
+
+    python tools/cuda_report.py [--arch 90]... [--ptx] [--objects build/cuda] [--jobs 2]
+
+Compiles ffi/affine/*/cuda.cu for each architecture (and, with --ptx, for the PTX that ships), disassembles, and walks
+the loops that move 16 bytes at a time. Fails when one of a kernel on float32, float16 or bfloat16
+
+  - moves fewer than 16 bytes a load, or a store, on the side of its wider type,
+  - goes through a call (the compiler's division has one; it must be outside the hot loop),
+  - touches local memory, anywhere in the kernel: spilled registers.
+
+For the table: instructions of a loop per element, and the fraction of the memory bandwidth of an H200 that is left if
+every scheduler issues an instruction each cycle. Registers tell how many threads fit (65536 a multiprocessor).
+
+Needs nvcc, cuobjdump and nvdisasm: from a CUDA toolkit, or pip's nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SOURCES = sorted(ROOT.glob("ffi/affine/*/cuda.cu"))
+# As in cmake/cuda.cmake.
+FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=true", f"-I{ROOT}"]
+
+# An H200: copy bandwidth as measured, and lane instructions a second.
+BANDWIDTH = 4.3e12
+ISSUE_RATE = 132 * 1.98e9 * 128
+
+SIZES = {"float": 4, "double": 8, "Float16": 2, "BFloat16": 2, "Code8": 1, "Code16": 2, "Packed<4>": 0.5, "Packed<2>": 0.25}
+
+
+def find_tool(name: str) -> str:
+    """A program of the toolkit: on the PATH, in /usr/local/cuda, or in pip's packages of this interpreter."""
+    candidates = [shutil.which(name), f"/usr/local/cuda/bin/{name}"]
+    if (spec := importlib.util.find_spec("nvidia")) is not None:
+        candidates += [f"{path}/cu13/bin/{name}" for path in spec.submodule_search_locations or ()]
+    for candidate in candidates:
+        if candidate and os.access(candidate, os.X_OK):
+            return candidate
+    sys.exit(f"cuda_report: {name} not found; install a CUDA toolkit, or pip's nvidia-cuda-{name}.")
+
+
+# ---- Machine code ----
+
+
+@dataclasses.dataclass
+class Instruction:
+    address: int
+    text: str
+    target: int | None = None  # of a branch
+
+    @property
+    def opcode(self) -> str:
+        words = self.text.split()
+        return words[1] if words[0].startswith("@") else words[0]
+
+    @property
+    def predicated(self) -> bool:
+        return self.text.startswith("@") or "," in self.text.split(self.opcode, 1)[1]
+
+
+@dataclasses.dataclass
+class Kernel:
+    name: str
+    arguments: list[str]
+    code: list[Instruction]
+    registers: int
+    label: str
+
+    @property
+    def real(self) -> str:
+        return self.arguments[1] if len(self.arguments) > 1 else self.arguments[0] if self.arguments else ""
+
+
+def template_arguments(text: str) -> list[str]:
+    arguments, depth, current = [], 0, ""
+    for character in text:
+        depth += {"<": 1, ">": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            arguments.append(current.strip())
+            current = ""
+        else:
+            current += character
+    return [*arguments, current.strip()] if current.strip() else arguments
+
+
+def read_kernels(object_file: pathlib.Path, arch: str, tools: dict[str, str]) -> list[Kernel]:
+    environment = {**os.environ, "PATH": os.pathsep.join([os.path.dirname(tools["nvdisasm"]), os.environ["PATH"]])}
+
+    def dump(option: str) -> str:
+        command = [tools["cuobjdump"], option, "-arch", f"sm_{arch}", str(object_file)]
+        return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+
+    usage = dict(re.findall(r"Function (\S+):\s+REG:(\d+)", dump("-res-usage")))
+    code: dict[str, list[Instruction]] = {}
+    lines: list[Instruction] = []
+    for line in dump("-sass").splitlines():
+        if found := re.search(r"Function : (\S+)", line):
+            lines = code.setdefault(found[1], [])
+        elif found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", line):
+            instruction = Instruction(int(found[1], 16), found[2])
+            if instruction.opcode.startswith(("BRA", "BREAK", "JMP")):
+                targets = re.findall(r"0x[0-9a-f]+", instruction.text)
+                instruction.target = int(targets[-1], 16) if targets else None
+            lines.append(instruction)
+    names = subprocess.run(["c++filt"], input="\n".join(code), check=True, capture_output=True, text=True).stdout
+    kernels = []
+    for mangled, name in zip(code, names.splitlines(), strict=True):
+        name = name.replace("jq::", "").replace("(anonymous namespace)::", "").replace("> >", ">>")
+        found = re.match(r"(?:void )?(\w+)<(.*?)>\((?!.*\)<)", name)
+        if not found:
+            continue
+        arguments = template_arguments(found[2])
+        label = ", ".join(arguments).replace("ValueOf<", "value<").replace("GradientOf<", "gradient<")
+        kernels.append(Kernel(found[1], arguments, code[mangled], int(usage[mangled]), f"{found[1]}<{label}>"))
+    return kernels
+
+
+# ---- Loops ----
+
+
+@dataclasses.dataclass
+class Path:
+    """The way through a loop with the most loads and stores and, among those, the fewest instructions."""
+
+    instructions: list[Instruction]
+
+    def accesses(self, kind: str) -> list[int]:
+        """Bytes of each load ("LDG") or store ("STG")."""
+        widths = {"128": 16, "64": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1, "8": 1}
+        found = [i.opcode for i in self.instructions if i.opcode.startswith(kind) and moves_elements(i)]
+        return [next((widths[part] for part in opcode.split(".") if part in widths), 4) for opcode in found]
+
+    @property
+    def calls(self) -> int:
+        return sum(i.opcode.startswith("CALL") for i in self.instructions)
+
+
+def moves_elements(instruction: Instruction) -> bool:
+    """Not scales and zero points, which are read through the constant path."""
+    return instruction.opcode.startswith(("LDG", "STG")) and "CONSTANT" not in instruction.opcode
+
+
+def wide(instruction: Instruction) -> bool:
+    return moves_elements(instruction) and ".128" in instruction.opcode
+
+
+def best_path(code: list[Instruction], first: int, last: int) -> Path:
+    """From code[first] to code[last], forward branches only."""
+    index = {instruction.address: i for i, instruction in enumerate(code)}
+    best: dict[int, tuple[int, int]] = {last: (moves_elements(code[last]), -1)}
+    following: dict[int, int] = {}
+    for i in range(last - 1, first - 1, -1):
+        instruction = code[i]
+        ways = []
+        jump = index.get(instruction.target) if instruction.target is not None else None
+        if jump is not None and i < jump <= last:
+            ways.append(jump)
+        leaves = instruction.opcode.startswith(("EXIT", "RET")) or instruction.target is not None
+        if not leaves or instruction.predicated:
+            ways.append(i + 1)
+        ways = [way for way in ways if way in best]
+        if not ways:
+            continue
+        following[i] = max(ways, key=lambda way: best[way])
+        accesses, negative_length = best[following[i]]
+        best[i] = (accesses + moves_elements(instruction), negative_length - 1)
+    path, i = [], first
+    while i in best:
+        path.append(code[i])
+        if i == last:
+            break
+        i = following[i]
+    return Path(path)
+
+
+def hot_loops(kernel: Kernel) -> list[Path]:
+    """Loops with 16-byte accesses that hold no other such loop; what takes the fewest instructions a byte first."""
+    index = {instruction.address: i for i, instruction in enumerate(kernel.code)}
+    spans = []
+    for i, instruction in enumerate(kernel.code):
+        if instruction.target is not None and instruction.target < instruction.address:
+            start = index[instruction.target]
+            if any(wide(each) for each in kernel.code[start : i + 1]):
+                spans.append((start, i))
+    inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+    paths = [best_path(kernel.code, *span) for span in inner]
+    return sorted(
+        (path for path in paths if sum(path.accesses("STG"))),
+        key=lambda path: len(path.instructions) / sum(path.accesses("STG")),
+    )
+
+
+# ---- The report ----
+
+LOOPS = {"VectorMap": ("one scale", "runs", "crossing runs"), "ColumnMap": ("columns",), "RowGradient": ("rows",),
+         "ColumnGradient": ("columns",), "PackKernel": ("",), "UnpackKernel": ("",)}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Bytes of an element: read in all, and of the operand and the result."""
+
+    read: float
+    x: float
+    out: float
+
+
+def traffic(kernel: Kernel) -> Traffic:
+    if kernel.name == "PackKernel":
+        return Traffic(1, 1, int(kernel.arguments[0]) / 8)
+    if kernel.name == "UnpackKernel":
+        return Traffic(int(kernel.arguments[0]) / 8, int(kernel.arguments[0]) / 8, 1)
+    x = SIZES[kernel.arguments[2]]
+    if kernel.name.endswith("Gradient"):
+        return Traffic(2 * x, x, x)
+    out = SIZES[kernel.arguments[3]]
+    return Traffic(2 * x if kernel.arguments[0].startswith("GradientOf") else x, x, out)
+
+
+def examine(kernel: Kernel) -> tuple[list[str], list[str]]:
+    """Lines of the table, and what is wrong."""
+    rows, wrong = [], []
+    strict = kernel.real != "double"
+    size = traffic(kernel)
+    if strict and any(i.opcode.startswith(("LDL", "STL")) for i in kernel.code):
+        wrong.append("spills registers")
+    names = LOOPS[kernel.name]
+    loops = hot_loops(kernel)
+    if len(loops) != len(names):
+        wrong.append(f"{len(loops)} loops with 16-byte accesses, expected {len(names)}")
+    for name, loop in zip(names, loops, strict=False):
+        elements = sum(loop.accesses("STG")) / size.out
+        narrow_loads = [n for n in loop.accesses("LDG") if n < 16] if size.x >= size.out else []
+        narrow_stores = [n for n in loop.accesses("STG") if n < 16] if size.out >= size.x else []
+        if narrow_loads or narrow_stores:
+            wrong.append(f"{name}: loads of {narrow_loads} and stores of {narrow_stores} bytes")
+        if strict and loop.calls:
+            wrong.append(f"{name}: {loop.calls} calls")
+        each = len(loop.instructions) / elements
+        by_memory = BANDWIDTH / (size.read + size.out)
+        by_issue = ISSUE_RATE / each
+        loads = "+".join(map(str, sorted(set(loop.accesses("LDG")))))
+        stores = "+".join(map(str, sorted(set(loop.accesses("STG")))))
+        share = min(1.0, by_issue / by_memory)
+        rows.append(
+            f"{kernel.label:<66} {name:<14} {kernel.registers:>4} {loads:>5} {stores:>6} {elements:>5.0f} {each:>7.1f} "
+            f"{size.read + size.out:>6.2f} {by_memory * each / ISSUE_RATE:>6.0%} {share * BANDWIDTH / 1e12:>6.2f}"
+        )
+    return rows, [f"{kernel.label}: {text}" for text in wrong]
+
+
+def compile_object(source: pathlib.Path, arch: str, ptx: bool, folder: pathlib.Path, nvcc: str) -> pathlib.Path:
+    target = folder / f"{source.parent.name}_{arch}.o"
+    code = f"[sm_{arch},compute_{arch}]" if ptx else f"sm_{arch}"
+    command = [nvcc, *FLAGS, "-gencode", f"arch=compute_{arch},code={code}", "-c", str(source), "-o", str(target)]
+    subprocess.run(command, check=True)
+    return target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", action="append", metavar="90", help="compute capability; several are allowed")
+    parser.add_argument("--ptx", action="store_true", help="compile PTX of the last architecture too")
+    parser.add_argument("--objects", type=pathlib.Path, help="a folder with object files (searched for **/cuda.cu.o) "
+                        "instead of compiling")  # fmt: skip
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    archs = options.arch or ["90"]
+    tools = {name: find_tool(name) for name in ("cuobjdump", "nvdisasm")}
+    with tempfile.TemporaryDirectory() as temporary:
+        if options.objects:
+            objects = [(file, arch) for arch in archs for file in sorted(options.objects.rglob("cuda.cu.o"))]
+            if not objects:
+                sys.exit(f"cuda_report: no cuda.cu.o under {options.objects}.")
+        else:
+            nvcc = os.environ.get("CUDACXX") or find_tool("nvcc")
+            with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+                # The longest first.
+                jobs = [(source, arch) for arch in archs for source in reversed(SOURCES)]
+                files = pool.map(
+                    lambda job: compile_object(
+                        *job, options.ptx and job[1] == archs[-1], pathlib.Path(temporary), nvcc
+                    ),
+                    jobs,
+                )
+                objects = list(zip(files, (arch for _, arch in jobs), strict=True))
+        wrong = []
+        for arch in archs:
+            kernels = [k for file, its in objects if its == arch for k in read_kernels(file, arch, tools)]
+            kernels = [k for k in kernels if k.name in LOOPS]
+            if not kernels:
+                wrong.append(f"sm_{arch}: no machine code")
+                continue
+            print(f"\nsm_{arch}: {len(kernels)} kernels")
+            print(f"{'kernel':<66} {'loop':<14} regs loads stores  each ins/elt  bytes  issue   TB/s")
+            for kernel in sorted(kernels, key=lambda k: k.label):
+                rows, problems = examine(kernel)
+                print("\n".join(rows))
+                wrong += [f"sm_{arch}: {problem}" for problem in problems]
+    print(
+        "\nloads, stores: bytes; each: elements of an iteration; ins/elt: instructions per element; bytes: moved per\n"
+        "element; issue: share of an H200's instruction rate that its memory bandwidth needs (100%: as much as there is);\n"
+        f"TB/s: predicted, of {BANDWIDTH / 1e12} measured for a copy."
+    )
+    if wrong:
+        print("\nFAILED\n  " + "\n  ".join(wrong))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
