@@ -95,6 +95,26 @@ wheel: $(VENV)/created
 	@$(BIN)/$(PIP) build
 	$(BIN)/python -m build --wheel --outdir dist .
 
+# nvcc from the machine, else from pip, pinned to one release: its parts do not mix.
+$(VENV)/cuda: $(VENV)/test
+	@command -v nvcc >/dev/null || test -x /usr/local/cuda/bin/nvcc || \
+	  $(BIN)/$(PIP) 'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-nvvm==13.0.*' 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*'
+	@$(BIN)/$(PIP) cmake ninja 'nanobind>=2.4' 'nvidia-cuda-cuobjdump==13.0.*' 'nvidia-cuda-nvdisasm==13.0.*' && touch $@
+
+cuda: CUDA_ARCHS = 90
+cuda-all: CUDA_ARCHS = 75 80 86 89 90 100 120
+empty :=
+space := $(empty) $(empty)
+# Machine code for each, and PTX of the last.
+CUDA_CODE = $(subst $(space),-real;,$(CUDA_ARCHS))
+cuda cuda-all: $(VENV)/cuda
+	@mkdir -p build
+	$(BIN)/cmake -S . -B build/$@ -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -DJAXQUANT_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$(CUDA_CODE)" > build/$@.log 2>&1 || { cat build/$@.log; exit 1; }
+	$(BIN)/cmake --build build/$@ --target _cuda >> build/$@.log 2>&1 || { tail -n 60 build/$@.log; exit 1; }
+	$(BIN)/python tools/cuda_report.py --objects build/$@ $(addprefix --arch ,$(CUDA_ARCHS))
+	cd build/$@ && $(abspath $(BIN)/python) -c "import _cuda; print('imports without a driver:', _cuda.architectures())"
+
 # On a machine with a GPU, into the environment in use: its image brings CUDA, JAX and the build tools.
 test-gpu bench-gpu:
 	$(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps -C cmake.define.JAXQUANT_CUDA=ON .

@@ -119,6 +119,10 @@ if(JAXQUANT_EMULATION)
   target_compile_definitions(_cuda_emulation PRIVATE JQ_CUDA_ON_HOST)
   # nvcc's pragmas mean nothing here. -O1: a third of the time to compile, and a launch is mostly threads that wait.
   target_compile_options(_cuda_emulation PRIVATE ${JAXQUANT_NUMERIC_FLAGS} -Wno-unknown-pragmas -O1)
+  if(JAXQUANT_SANITIZE)
+    # Optimising these kernels with all the checks in them takes minutes, describing their variables many more.
+    target_compile_options(_cuda_emulation PRIVATE -O0 -g1)
+  endif()
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     target_compile_options(_cuda_emulation PRIVATE -mfma)
   endif()

@@ -132,8 +132,8 @@ void Throw(const ffi::Error& error) {
 }
 
 // dy: None, or the gradient in x is computed. All are NumPy arrays, contiguous, of x's rank.
-void Map(const std::string& name, nb::handle dy_array, nb::handle x_array, nb::handle scale_array, nb::handle zero_array,
-         nb::handle out_array, double qmin, double qmax, int packed_bits) {
+void Map(const std::string& name, nb::handle dy_array, nb::handle x_array, nb::handle scale_array,
+         nb::handle zero_array, nb::handle out_array, double qmin, double qmax, int packed_bits) {
   const Array dy = Read(dy_array), x = Read(x_array), scale = Read(scale_array), zero = Read(zero_array);
   const Array out = Read(out_array);
   const ScaleView view = ViewOf(x, scale, zero);

@@ -3,6 +3,8 @@
 #include <nanobind/nanobind.h>
 
 #include <atomic>
+#include <stdexcept>
+#include <utility>
 
 #include "ffi/cuda_platform.h"
 
@@ -21,27 +23,22 @@ struct Device {
 };
 using Cuda = CudaPlatform<Device>;
 
-// Once for each device and target; an error is reported and tried again.
+constexpr int kTargets = 8;
+// In the order of ForEachTarget: what an initialize handler loads. It is given no attribute to know itself by.
+const char* target_names[kTargets];
+
+// Loads kernels once for each device; an error is reported, and the next execution tries again.
 template <int index>
-ffi::Error Load(const char* target) {
+ffi::Error Load() {
   constexpr int kDevices = 64;
   static std::atomic<bool> loaded[kDevices];
-  int device = 0;
-  if (cudaGetDevice(&device) == cudaSuccess && device >= 0 && device < kDevices && loaded[device]) {
-    return ffi::Error::Success();
-  }
-  ffi::Error error = Cuda::Load(target);
-  if (error.success() && device >= 0 && device < kDevices) loaded[device] = true;
+  int device = -1;
+  const bool known = cudaGetDevice(&device) == cudaSuccess && device >= 0 && device < kDevices;
+  if (known && loaded[device]) return ffi::Error::Success();
+  ffi::Error error = Cuda::Load(target_names[index]);
+  if (known && error.success()) loaded[device] = true;
   return error;
 }
-
-constexpr int kTargets = 8;
-
-template <int index>
-XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame);
-
-// Names in the order of ForEachTarget, for handlers that are given no attribute to know themselves by.
-const char* target_names[kTargets];
 
 template <int index>
 XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
@@ -49,9 +46,7 @@ XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
                              .RemainingArgs()
                              .RemainingRets()
                              .Attrs()
-                             .To([](ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-                               return Load<index>(target_names[index]);
-                             })
+                             .To([](ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) { return Load<index>(); })
                              .release();
   return handler->Call(frame);
 }
@@ -62,16 +57,18 @@ XLA_FFI_Handler* InitializeHandlerAt(int i, std::integer_sequence<int, index...>
   return handlers[i];
 }
 
+nb::capsule Capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
+
 nb::dict Registrations() {
   nb::dict targets;
   int count = 0;
   ForEachTarget<Cuda>([&](const char* name, XLA_FFI_Handler* handler) {
+    if (count == kTargets) throw std::logic_error("kTargets is too small");
     nb::dict stages;
-    target_names[count] = name;
-    stages["initialize"] = nb::capsule(reinterpret_cast<void*>(
-        InitializeHandlerAt(count++, std::make_integer_sequence<int, kTargets>())));
-    stages["execute"] = nb::capsule(reinterpret_cast<void*>(handler));
+    stages["initialize"] = Capsule(InitializeHandlerAt(count, std::make_integer_sequence<int, kTargets>()));
+    stages["execute"] = Capsule(handler);
     targets[name] = stages;
+    target_names[count++] = name;
   });
   return targets;
 }
@@ -83,5 +80,6 @@ NB_MODULE(_cuda, m) {
   m.doc() = "CUDA kernels of jaxquant as XLA FFI targets.";
   m.def("registrations", &jq::Registrations, "Target name (without prefix) -> handler capsules by stage.");
   m.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
-  m.def("architectures", [] { return JQ_CUDA_ARCHITECTURES; }, "What was compiled: machine code, and PTX for the rest.");
+  m.def(
+      "architectures", [] { return JQ_CUDA_ARCHITECTURES; }, "What was compiled: machine code, and PTX for the rest.");
 }

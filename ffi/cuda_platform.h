@@ -83,9 +83,7 @@ struct CudaPlatform : Target {
   static bool IsFloat(DType type) {
     return type == DType::kF32 || type == DType::kF64 || type == DType::kF16 || type == DType::kBF16;
   }
-  static DType Signed(DType type) {
-    return type == DType::kU8 ? DType::kI8 : type == DType::kU16 ? DType::kI16 : type;
-  }
+  static DType Signed(DType type) { return type == DType::kU8 ? DType::kI8 : type == DType::kU16 ? DType::kI16 : type; }
   static const CudaMap* Find(const CudaTable<CudaMap>& table, DType x, DType out) {
     for (const CudaMap& entry : table) {
       if (entry.x_type == Signed(x) && entry.out_type == Signed(out)) return &entry;

@@ -9,14 +9,14 @@ import os
 import subprocess
 import sys
 
+import calls
+import granularities
 import jax
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 
-import calls
-import granularities
-import oracle
 from jaxquant._core import ffi
 
 kernels = ffi.module("cuda_emulation")
@@ -154,7 +154,8 @@ QTYPES = {"float32": "int8", "float64": "int16", "float16": "uint8", "bfloat16":
 def test_every_granularity_anywhere_in_memory(granularity, dtype):
     qtype = QTYPES[dtype]
     call = Call(granularity.operands(dtype, qtype), grid(granularity, qtype))
-    for offsets in OFFSETS:
+    # Large ones only show once more what small ones do.
+    for offsets in OFFSETS if call.x.size < 10000 else OFFSETS[:2]:
         check_values(call, offsets)
         check_gradients(call, offsets)
 
@@ -199,9 +200,10 @@ SPECIAL = np.array(
     np.float32,
 )  # fmt: skip
 SCALES = np.array(
-    [1.0, 0.1, 7.0, -0.1, 0.0, -0.0, np.nan, np.inf, 2.0**-46, 2.0**-47, 2.0**24, 2.0**25, 3e-38, 1e-45, 1e38, 2 - 2.0**-23],
+    [1.0, 0.1, 7.0, -0.1, 0.0, -0.0, np.nan, np.inf, 2.0**-46, 2.0**-47, 2.0**24, 2.0**25, 3e-38, 1e-45, 1e38,
+     2 - 2.0**-23],
     np.float32,
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ("rows", "columns", "crossing"))
@@ -213,7 +215,6 @@ def test_special_values_and_scales(dtype, layout):
     with np.errstate(all="ignore"):
         x = rng.choice(SPECIAL, (len(SCALES), size)).astype(NAMED[dtype])
         dy = rng.choice(SPECIAL, x.shape).astype(NAMED[dtype])
-    # Away from where the sums of such terms, or of products of them, are NaN in an order of their own.
     scale, shape = SCALES, (len(SCALES), 1)
     if layout == "columns":
         x, dy = np.ascontiguousarray(x.T), np.ascontiguousarray(dy.T)
@@ -232,7 +233,9 @@ def test_special_values_and_scales(dtype, layout):
 
 @pytest.mark.parametrize("bits", (4, 2))
 @pytest.mark.parametrize("signed", (True, False))
-@pytest.mark.parametrize("shape", ((1,), (5,), (16,), (4099,), (3, 7), (6, 64), (16, 1030), (2, 3, 9), (300, 512)), ids=str)
+@pytest.mark.parametrize(
+    "shape", ((1,), (5,), (16,), (4099,), (3, 7), (6, 64), (16, 1030), (2, 3, 9), (300, 512)), ids=str
+)
 def test_packing(shape, signed, bits):
     qtype = f"{'' if signed else 'u'}int{bits}"
     rng = np.random.default_rng(bits)
@@ -275,7 +278,9 @@ def test_results_may_take_the_place_of_x():
         for offset in (0, 1):
             x = placed(operands.x, offset)
             kernels.map("fake_quantize", None, x, scale, zero, x, low, high)
-            oracle.assert_same_bits(x, oracle.fake_quantize(operands.x, operands.scale, operands.zero_point, **keywords))
+            oracle.assert_same_bits(
+                x, oracle.fake_quantize(operands.x, operands.scale, operands.zero_point, **keywords)
+            )
             dy = placed(operands.dy, offset)
             kernels.map("fake_quantize", dy, placed(operands.x, offset), scale, zero, dy, low, high)
             wanted = oracle.fake_quantize_gradient(
@@ -305,7 +310,7 @@ sys.path.insert(0, sys.argv[1])
 import numpy as np
 import granularities, test_cuda_emulation as t
 hashes = []
-for granularity in (t.LARGE[0], t.LARGE[1], t.LARGE[5], t.LARGE[8], granularities.BLOCKS):
+for granularity in (t.LARGE[4], t.LARGE[5], t.LARGE[8], granularities.BLOCKS):
     for dtype in ("float32", "bfloat16"):
         call = t.Call(granularity.operands(dtype), t.grid(granularity))
         for name in ("fake_quantize", "quantize"):
@@ -317,15 +322,21 @@ print(json.dumps(hashes))
 
 
 def test_the_order_of_threads_does_not_matter():
-    results = []
-    for seed in ("1", "2", "0xdeadbeef"):
-        ran = subprocess.run(
+    running = [
+        subprocess.Popen(
             [sys.executable, "-c", SEEDED, os.path.dirname(__file__)],
             env={**os.environ, "JAXQUANT_EMULATION_SEED": seed},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert ran.returncode == 0, ran.stderr
-        results.append(json.loads(ran.stdout))
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2", "0xdeadbeef")
+    ]
+    results = []
+    for process in running:
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors
+        results.append(json.loads(output))
     assert results[0] == results[1] == results[2]
 
 
@@ -349,7 +360,7 @@ def test_errors_of_launches_come_back():
     jax.ffi.register_ffi_target(name, kernels.failing_handler(), platform="cpu")
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((1,), np.float32), has_side_effect=True)
     for _ in range(2):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="failing: emulated CUDA: .*__syncthreads"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"failing: emulated CUDA: .*__syncthreads"):
             jax.block_until_ready(call())
     # And are over with: the next launch is fine.
     check_values(Call(granularities.PER_TENSOR.operands("float32"), grid(granularities.PER_TENSOR)), (0, 0, 0))

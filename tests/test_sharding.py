@@ -367,6 +367,24 @@ def test_uneven_and_empty_shards():
     assert jax.jit(lambda x: jaxquant.fake_quantize(x, 0.25))(empty).shape == (0, 4)
 
 
+def test_replicated_operands_are_sliced_not_gathered():
+    """x, dy and the scale each sharded over other axes, or not at all: every array takes its part of the others'."""
+    mesh = mesh_of(EIGHT)
+    p = Problem(NAMED["per_channel"], mesh, P())
+    x, scale, zero_point, dy = p.single
+    parameters = put(mesh, P(None, "b"), scale), put(mesh, P(None, "b"), zero_point)
+    values = jax.jit(p.values)
+    replicated = put(mesh, P(), x), *parameters, put(mesh, P(), dy)
+    assert collectives(values, *replicated) == {}
+    jax.tree.map(assert_same_bits, values(*replicated), jax.jit(p.values)(*p.single))
+    p.crossing = True
+    gradient = jax.jit(p.gradient("fake_quantize"))
+    for spec, others in ((P(), parameters), (P(None, None, "b"), (put(mesh, P(), scale), put(mesh, P(), zero_point)))):
+        operands = put(mesh, spec, x), *others, put(mesh, P("a"), dy)
+        p.check_gradient("fake_quantize", gradient(*operands))
+        assert collectives(gradient, *operands) == {"all-reduce": 1}
+
+
 def test_cut_blocks_gather_only_that_axis():
     """Two blocks over four shards: axis 0 is gathered, axis 2 stays where it is."""
     p = Problem(NAMED["blocks"], mesh_of(EIGHT), P("b", None, "a"))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the compiler made of the CUDA kernels: checks machine code for what the kernels promise, and predicts their speed.
+"""What the compiler made of the CUDA kernels: checks machine code for what they promise, and predicts their speed.
 
     python tools/cuda_report.py [--arch 90]... [--ptx] [--objects build/cuda] [--jobs 2]
 
@@ -39,7 +39,8 @@ FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-prec-div=true", "-prec-sqrt=true"
 BANDWIDTH = 4.3e12
 ISSUE_RATE = 132 * 1.98e9 * 128
 
-SIZES = {"float": 4, "double": 8, "Float16": 2, "BFloat16": 2, "Code8": 1, "Code16": 2, "Packed<4>": 0.5, "Packed<2>": 0.25}
+SIZES = {"float": 4, "double": 8, "Float16": 2, "BFloat16": 2}
+SIZES |= {"Code8": 1, "Code16": 2, "Packed<4>": 0.5, "Packed<2>": 0.25}
 
 
 def find_tool(name: str) -> str:
@@ -313,7 +314,7 @@ def main() -> int:
                 wrong += [f"sm_{arch}: {problem}" for problem in problems]
     print(
         "\nloads, stores: bytes; each: elements of an iteration; ins/elt: instructions per element; bytes: moved per\n"
-        "element; issue: share of an H200's instruction rate that its memory bandwidth needs (100%: as much as there is);\n"
+        "element; issue: share of an H200's instruction rate that its memory bandwidth needs (100%: all there is);\n"
         f"TB/s: predicted, of {BANDWIDTH / 1e12} measured for a copy."
     )
     if wrong:

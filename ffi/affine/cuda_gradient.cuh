@@ -59,8 +59,8 @@ struct GradientParameters {
   const void* x;
   const Real* scale;
   const Real* zero_point;
-  void* dx;            // null: not wanted; likewise the sums
-  Real* dscale;        // chunk sums: [chunks, scale_size]
+  void* dx;      // null: not wanted; likewise the sums
+  Real* dscale;  // chunk sums: [chunks, scale_size]
   Real* dzero_point;
   Range<Real> range;
   int64_t reduced_size, scale_size;
@@ -86,7 +86,6 @@ class GradientKernel {
   static constexpr int kColumns = kColumnVectors * V;
 
  private:
-  static constexpr int kTerms = kChunk / kLanes;  // of a lane, at most
   static constexpr int kRowBatch = 4, kColumnBatch = 2;  // vectors of each operand in flight
 
   struct Sums {
@@ -314,8 +313,8 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnGradient(const GradientPara
   GradientKernel<Math, Real, X>::Columns(p);
 }
 
-// Sums of sums, [terms, width] -> [ChunkCount(terms), width] for up to two quantities: a warp for each, a lane a thread.
-// They are few: one for every 256 elements of x.
+// Sums of sums, [terms, width] -> [ChunkCount(terms), width] for up to two quantities: a warp for each, a lane a
+// thread. They are few: one for every 256 elements of x.
 template <typename Real>
 struct SumParameters {
   const Real* in[2];

@@ -24,9 +24,7 @@ struct FastDivider {
     multiplier = static_cast<uint32_t>((rest << 32) / divisor + 1);
   }
 
-  __device__ __forceinline__ uint64_t Divide(uint64_t n) const {
-    return (__umul64hi(n, wide_multiplier) + n) >> shift;
-  }
+  __device__ __forceinline__ uint64_t Divide(uint64_t n) const { return (__umul64hi(n, wide_multiplier) + n) >> shift; }
   __device__ __forceinline__ uint32_t Divide(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
 };
 

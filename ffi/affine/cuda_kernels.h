@@ -36,9 +36,9 @@ constexpr CudaTable<Entry> TableOf(const Entry (&entries)[kCount]) {
 }
 
 struct CudaKernels {
-  CudaTable<CudaMap> value;               // signed integer types stand for the unsigned ones as well
-  CudaMap any_single, any_wide;           // for other floating types, by arithmetic; null where there is none
-  CudaTable<CudaMap> packed4, packed2;    // out_type is not looked at
+  CudaTable<CudaMap> value;             // signed integer types stand for the unsigned ones as well
+  CudaMap any_single, any_wide;         // for other floating types, by arithmetic; null where there is none
+  CudaTable<CudaMap> packed4, packed2;  // out_type is not looked at
   CudaTable<CudaMap> gradient_in_x;
   CudaTable<CudaGradient> gradient;
 };

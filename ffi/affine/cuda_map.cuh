@@ -2,7 +2,7 @@
 //
 // They are bound by memory, so each thread moves 16 bytes at a time on the side of the wider type, several loads in
 // flight, and the arithmetic stays off the slow pipelines. Three ways through a tensor:
-//   vectors     x as one line. A vector lies in a run that shares a scale, or crosses into the next; one reciprocal each.
+//   vectors     x as one line. A vector lies in a run that shares a scale, or crosses into the next.
 //   columns     consecutive x have consecutive scales: a thread keeps its columns' reciprocals and goes down the rows.
 //   elements    one by one, with IEEE division: what comes before and after the vectors, buffers that no common offset
 //               aligns, runs shorter than a vector, and vectors whose scale does not suit the fast quotient.
@@ -72,9 +72,9 @@ class MapKernel {
   static constexpr int kGroup = OutStorage::kGroup;
 
  public:
-  // Of a vector: 16 bytes of the wider type. Where x is wider than the result, 32 of x: the arithmetic is dearest beside
-  // the fewest bytes there, and what a vector costs besides is shared by twice the elements. (Not where the result is
-  // wider: neighbouring threads' loads of half a sector meet in L1, their stores do not.)
+  // Of a vector: 16 bytes of the wider type. Where x is wider than the result, 32 of x: the arithmetic is dearest
+  // beside the fewest bytes there, and what a vector costs besides is shared by twice the elements. (Not where the
+  // result is wider: neighbouring threads' loads of half a sector meet in L1, their stores do not.)
   static constexpr int kElements = 16 / kWide * (XStorage::kBytes > OutStorage::kBytes ? 2 : 1);
   static constexpr int kXBytes = kVectorBytes<X, kElements>, kOutBytes = kVectorBytes<Out, kElements>;
   static constexpr int kInFlight = kElements >= 16 ? 1 : kElements >= 8 ? 2 : 4;  // vectors
@@ -92,8 +92,8 @@ class MapKernel {
     return XStorage::template Decode<Real>(LoadWords<XStorage::kBytes>(At(data, e)).w, 0, p.sign);
   }
 
-  // n <= kGroup elements from e on, which one store writes to `to`. A loop of one copy: this code is all over the place,
-  // and slow anyway.
+  // n <= kGroup elements from e on, which one store writes to `to`. A loop of one copy: this code is all over the
+  // place, and slow anyway.
   static __device__ __forceinline__ void Unit(const Parameters& p, int64_t e, int64_t n, void* to) {
     Words<kGroup == 1 ? OutStorage::kBytes : 1> words;
     if constexpr (kGroup == 1) {
@@ -297,7 +297,8 @@ class MapKernel {
 #pragma unroll 1
         for (int i = 0; i < V; i += V - 1) {
           const DeviceView::Place place = p.view.Find(e + i);
-          suits = suits && Divisor<Real>::Suits(__ldg(p.scale + place.scale), ZeroPoint(p.zero_point, place.zero_point));
+          suits =
+              suits && Divisor<Real>::Suits(__ldg(p.scale + place.scale), ZeroPoint(p.zero_point, place.zero_point));
         }
         if (!suits) Slowly(p, e);
       }

@@ -1,5 +1,5 @@
-// How elements lie in memory, and vectors of them in registers: up to 16 bytes a load or store, conversions that keep to
-// the fast pipelines.
+// How elements lie in memory, and vectors of them in registers: up to 16 bytes a load or store, conversions that keep
+// to the fast pipelines.
 //
 // A storage type S has
 //   kBytes                    of one element (0: less than a byte)
@@ -97,8 +97,8 @@ __device__ __forceinline__ void StoreWords(const Words<kBytes>& words, void* to)
 
 // What a kernel has to know at run time about codes it reads: signed and unsigned ones are then one kernel.
 struct CodeSign {
-  uint32_t flip;    // turns a two's complement code into an offset one
-  float least;      // what the offset is added to: 2^23 + the offset
+  uint32_t flip;  // turns a two's complement code into an offset one
+  float least;    // what the offset is added to: 2^23 + the offset
   static CodeSign Of(DType type) {
     switch (type) {
       case DType::kI8: return {0x80808080u, 8388608.0f + 128.0f};
@@ -163,7 +163,8 @@ struct StorageOf<BFloat16> {
   static __device__ __forceinline__ void Encode(const Real (&values)[V], uint32_t (&w)[kWords]) {
 #pragma unroll
     for (int i = 0; i < V; i += 2) {
-      w[i / 2] = Pair(static_cast<float>(values[i]), i + 1 < V ? static_cast<float>(values[i + 1 < V ? i + 1 : i]) : 0.0f);
+      w[i / 2] =
+          Pair(static_cast<float>(values[i]), i + 1 < V ? static_cast<float>(values[i + 1 < V ? i + 1 : i]) : 0.0f);
     }
   }
 };
@@ -195,7 +196,8 @@ struct StorageOf<Float16> {
   static __device__ __forceinline__ void Encode(const Real (&values)[V], uint32_t (&w)[kWords]) {
 #pragma unroll
     for (int i = 0; i < V; i += 2) {
-      w[i / 2] = Pair(static_cast<float>(values[i]), i + 1 < V ? static_cast<float>(values[i + 1 < V ? i + 1 : i]) : 0.0f);
+      w[i / 2] =
+          Pair(static_cast<float>(values[i]), i + 1 < V ? static_cast<float>(values[i + 1 < V ? i + 1 : i]) : 0.0f);
     }
   }
 };

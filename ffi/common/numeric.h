@@ -174,7 +174,8 @@ struct Divisor<float> {
   static JQ_HOST_DEVICE Divisor Fast(float scale) { return {scale, -Reciprocal(scale), true}; }
   static JQ_HOST_DEVICE Divisor One() { return {1.0f, -1.0f, true}; }
 
-  // Powers of two bring every value between 2^-100 and 2^80; only an infinite one is left, which the first product holds.
+  // Powers of two bring every value between 2^-100 and 2^80; only an infinite one is left, which the first product
+  // holds.
   JQ_HOST_DEVICE float Divide(float value) const {
     if (!fast) return value / scale;
     const bool large = Magnitude(value) > 1.0f;

@@ -222,11 +222,11 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
     full = operands[0].shape if operation.operands[0] == "full" else results[0].shape
 
     def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
-        del result_shapes
-        lead = operand_shapes[operation.operands.index("full")] if "full" in operation.operands else operand_shapes[0]
-        shapes = [*(o.shape for o in operand_shapes), *(r.shape for r in results)]
-        roles: list[Role] = [*operation.operands, *(r.role for r in results)]
-        spec = _shardable(mesh, lead.sharding.spec, full, list(zip(roles, shapes, strict=True)))
+        arrays: list[Any] = [*zip(operation.operands, operand_shapes, strict=True)]
+        arrays += [(r.role, shape) for r, shape in zip(results, result_shapes, strict=True)]
+        # Large arrays stay where they are; the others follow.
+        arrays.sort(key=lambda array: array[0] != "full")
+        spec = _common_spec(mesh, full, arrays)
 
         def sharding(shape: tuple[int, ...]) -> NamedSharding:
             return NamedSharding(
@@ -283,14 +283,15 @@ _all_reduce_p.def_abstract_eval(lambda *sums, axes: list(sums))
 mlir.register_lowering(_all_reduce_p, _lower_all_reduce)
 
 
-def _shardable(
-    mesh: Any, spec: Any, full: tuple[int, ...], arrays: Sequence[tuple[Role, tuple[int, ...]]]
-) -> list[Any]:
-    """`spec` without the axes on which a shard would cut a block or a byte."""
+def _common_spec(mesh: Any, full: tuple[int, ...], arrays: Sequence[tuple[Role, Any]]) -> list[Any]:
+    """One sharding for all, from theirs in order: no mesh axis twice, and no shard that cuts a block or a byte.
+
+    An array that is replicated over a mesh axis takes its part of it for nothing.
+    """
 
     def whole(d: int, parts: int) -> bool:
-        for role, shape in arrays:
-            n, m = full[d], shape[d]
+        for role, array in arrays:
+            n, m = full[d], array.shape[d]
             if m != 1 and (n % m or m % parts):
                 return False
             # 6 codes of 2 bits fill a byte and a half: half of the codes are not half of the bytes.
@@ -298,8 +299,17 @@ def _shardable(
                 return False
         return True
 
-    axes = [*spec, *[None] * (len(full) - len(spec))]
-    return [names if (parts := _parts(mesh, names)) == 1 or whole(d, parts) else None for d, names in enumerate(axes)]
+    common: list[Any] = [None] * len(full)
+    used: set[str] = set()
+    for _, array in arrays:
+        for d, entry in enumerate(getattr(array.sharding, "spec", ())):
+            names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            while names and not whole(d, _parts(mesh, names)):
+                names = names[:-1]
+            if names and common[d] is None and not used & set(names):
+                common[d] = names
+                used |= set(names)
+    return common
 
 
 def _divides(size: Any, parts: int) -> bool:

@@ -1,7 +1,6 @@
 // fake_quantize on CUDA: the mathematics of math.h in the kernels of cuda_map.cuh and cuda_gradient.cuh.
-#include "ffi/affine/fake_quantize/math.h"
-
 #include "ffi/affine/cuda_table.cuh"
+#include "ffi/affine/fake_quantize/math.h"
 
 namespace jq {
 namespace {

@@ -1,20 +1,19 @@
 // quantize on CUDA: the mathematics of math.h in the kernels of cuda_map.cuh and cuda_gradient.cuh.
-#include "ffi/affine/quantize/math.h"
-
 #include "ffi/affine/cuda_table.cuh"
+#include "ffi/affine/quantize/math.h"
 
 namespace jq {
 namespace {
 
 using Value = ValueOf<Quantize>;
 constexpr CudaMap kValue[] = {
-    MapEntry<Value, float, float, Code8>(),        MapEntry<Value, float, float, Code16>(),
-    MapEntry<Value, float, float, float>(),        MapEntry<Value, float, Float16, Code8>(),
-    MapEntry<Value, float, Float16, Code16>(),     MapEntry<Value, float, Float16, Float16>(),
-    MapEntry<Value, float, Float16, float>(),      MapEntry<Value, float, BFloat16, Code8>(),
-    MapEntry<Value, float, BFloat16, Code16>(),    MapEntry<Value, float, BFloat16, BFloat16>(),
-    MapEntry<Value, float, BFloat16, float>(),     MapEntry<Value, double, double, Code8>(),
-    MapEntry<Value, double, double, Code16>(),     MapEntry<Value, double, double, double>(),
+    MapEntry<Value, float, float, Code8>(),     MapEntry<Value, float, float, Code16>(),
+    MapEntry<Value, float, float, float>(),     MapEntry<Value, float, Float16, Code8>(),
+    MapEntry<Value, float, Float16, Code16>(),  MapEntry<Value, float, Float16, Float16>(),
+    MapEntry<Value, float, Float16, float>(),   MapEntry<Value, float, BFloat16, Code8>(),
+    MapEntry<Value, float, BFloat16, Code16>(), MapEntry<Value, float, BFloat16, BFloat16>(),
+    MapEntry<Value, float, BFloat16, float>(),  MapEntry<Value, double, double, Code8>(),
+    MapEntry<Value, double, double, Code16>(),  MapEntry<Value, double, double, double>(),
 };
 
 template <int bits>
