@@ -137,6 +137,13 @@ def test_register_kernels_refuses_unknown_names(targets, got):
         jaxquant.register_kernels("rocm", targets)
 
 
+def test_register_kernels_refuses_a_second_kernel():
+    """XLA would take it, and then fail every later call of the whole process."""
+    capsule = ffi.module("cpu").registrations()["pack"]
+    with pytest.raises(ValueError, match=r"register_kernels: targets: .* without a kernel on cpu, got pack, unpack"):
+        jaxquant.register_kernels("CPU", {"unpack": capsule, "pack": capsule})
+
+
 @pytest.mark.smoke
 def test_register_kernels_for_another_platform():
     """The registered operation lowers to its target there, the others to jax.numpy, and the CPU keeps its own."""

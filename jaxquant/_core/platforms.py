@@ -14,13 +14,14 @@ def register_kernels(platform: str, targets: Mapping[str, Any]) -> None:
     Call it before the operations are first used there. `jaxquant.testing.conformance` checks the result.
 
     Args:
-      platform: a JAX platform name, for example "rocm", "tpu" or the name of a plugin ("cpu" and "cuda" are replaced).
+      platform: a JAX platform name, for example "rocm", "tpu" or the name of a plugin.
       targets: operation name (see `info`) -> XLA FFI handler, as a PyCapsule or a dictionary of stages. Operands,
         results and attributes of each handler are those of ffi/affine/handlers.h. Operations that are left out keep
         their jax.numpy lowering.
 
     Raises:
-      ValueError: a name that is no operation, or no targets at all.
+      ValueError: a name that is no operation, no targets at all, or an operation that has a kernel there already (XLA
+        takes one handler for a target; a second one would break every later call).
 
     >>> register_kernels("my_accelerator", {"quantise": None})
     Traceback (most recent call last):
@@ -33,6 +34,12 @@ def register_kernels(platform: str, targets: Mapping[str, Any]) -> None:
         raise ValueError(
             f"register_kernels: targets: expected names among {', '.join(primitive.OPERATIONS)}, got {got}; "
             "see jaxquant.info()."
+        )
+    taken = sorted(set(targets) & set(ffi.registered().get(platform.lower(), ())))
+    if taken:
+        raise ValueError(
+            f"register_kernels: targets: expected operations without a kernel on {platform}, got {', '.join(taken)}; "
+            "leave them out."
         )
     ffi.register(platform, targets)
     for name in targets:
