@@ -18,6 +18,8 @@ SOURCES := $(shell find ffi jaxquant cmake -name '*.cc' -o -name '*.cu' -o -name
            CMakeLists.txt pyproject.toml
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Compiling every module of every package takes longer than using them.
+export PIP_NO_COMPILE = 1
 PIP := pip install --quiet --progress-bar off
 
 .PHONY: help quickstart test test-fast smoke smoke-newest smoke-oldest bench lint format docs wheel cuda cuda-all sanitize test-gpu bench-gpu clean

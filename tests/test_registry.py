@@ -140,7 +140,7 @@ def test_register_kernels_refuses_unknown_names(targets, got):
 def test_register_kernels_refuses_a_second_kernel():
     """XLA would take it, and then fail every later call of the whole process."""
     capsule = ffi.module("cpu").registrations()["pack"]
-    with pytest.raises(ValueError, match=r"register_kernels: targets: .* without a kernel on cpu, got pack, unpack"):
+    with pytest.raises(ValueError, match=r"register_kernels: targets: .* without a kernel on CPU, got pack, unpack"):
         jaxquant.register_kernels("CPU", {"unpack": capsule, "pack": capsule})
 
 
