@@ -324,7 +324,7 @@ print(json.dumps(hashes))
 def test_the_order_of_threads_does_not_matter():
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", SEEDED, os.path.dirname(__file__)],
+            [sys.executable, "-P", "-c", SEEDED, os.path.dirname(__file__)],
             env={**os.environ, "JAXQUANT_EMULATION_SEED": seed},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -24,7 +24,7 @@ NAMES = set(primitive.OPERATIONS)
 def python(code, **environment):
     """Another process: for what would change this one's registry."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -100,7 +100,7 @@ def test_info():
 
 @pytest.mark.smoke
 def test_command_line():
-    done = subprocess.run([sys.executable, "-m", "jaxquant"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-P", "-m", "jaxquant"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for word in ("jaxquant", jax.__version__, *NAMES, *jaxquant.info()["cpu"]["compiled"]):
         assert word in done.stdout, word

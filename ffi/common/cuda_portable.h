@@ -33,7 +33,7 @@ struct SharedArray<T, kSize, kSizes...> {
 
 #include "ffi/common/cuda_on_host.h"
 
-#define JQ_SHARED(T, name, ...)                                                                        \
+#define JQ_SHARED(T, name, ...)                                                                      \
   static const char name##_identity = 0; /* one address for each variable of each kernel instance */ \
   auto& name = ::jq::cuda_on_host::SharedVariable<typename ::jq::SharedArray<T, __VA_ARGS__>::Type>(&name##_identity)
 
@@ -49,7 +49,7 @@ struct SharedArray<T, kSize, kSizes...> {
 #define JQ_SHARED(T, name, ...) __shared__ typename ::jq::SharedArray<T, __VA_ARGS__>::Type name
 
 // One name and type for all kernels of a file: nvcc takes extern shared arrays of one name for the same variable.
-#define JQ_DYNAMIC_SHARED(T, name)                           \
+#define JQ_DYNAMIC_SHARED(T, name)                                   \
   extern __shared__ __align__(16) unsigned char jq_dynamic_shared[]; \
   T* const name = reinterpret_cast<T*>(jq_dynamic_shared)
 

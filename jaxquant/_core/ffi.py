@@ -40,7 +40,12 @@ def _load(name: str, jax_platform: str, platform: str) -> None:
     try:
         module = importlib.import_module(f"jaxquant._core.{name}")
     except ModuleNotFoundError:
-        return
+        if platform != "cpu":
+            return
+        raise ImportError(
+            f"jaxquant: the compiled kernels are missing beside {Path(__file__).parent}: this is a source tree. Run Python "
+            "from another folder, where the installed package is found, or install with `pip install -e .`."
+        ) from None
     # A handler newer than the framework would not only fail: registering it makes every later JAX call fail.
     built, running = tuple(module.ffi_api_version()), framework_api_version()
     if running is not None and built > running:

@@ -24,11 +24,11 @@
 namespace {
 
 // The launch before succeeded.
-#define CHECK_LAUNCH()                                                                    \
-  do {                                                                                    \
-    const cudaError_t launch_error = cudaGetLastError();                                  \
-    if (launch_error != cudaSuccess) printf("%s\n", cudaGetErrorString(launch_error));    \
-    CHECK(launch_error == cudaSuccess);                                                   \
+#define CHECK_LAUNCH()                                                                 \
+  do {                                                                                 \
+    const cudaError_t launch_error = cudaGetLastError();                               \
+    if (launch_error != cudaSuccess) printf("%s\n", cudaGetErrorString(launch_error)); \
+    CHECK(launch_error == cudaSuccess);                                                \
   } while (false)
 
 __global__ void Nothing() {}
@@ -365,20 +365,23 @@ __global__ void OneBlockFails(unsigned* finished) {
 
 void TestErrors() {
   JQ_LAUNCH(DivergentBarrier, dim3(1, 1, 1), 64, 0, nullptr);
-  CheckFailed(cudaErrorLaunchFailure, "DivergentBarrier: block (0, 0, 0): no thread can go on: of 64 threads, "
-                                      "24 have returned, 40 wait in __syncthreads");
+  CheckFailed(cudaErrorLaunchFailure,
+              "DivergentBarrier: block (0, 0, 0): no thread can go on: of 64 threads, "
+              "24 have returned, 40 wait in __syncthreads");
   int ignored = 0;
   unsigned bits[64];
   JQ_LAUNCH(BarrierAgainstShuffle, 1, 32, 0, nullptr, &ignored);
-  CheckFailed(cudaErrorLaunchFailure, "1 wait in __syncthreads, 31 for lanes of their warp: thread (0, 0, 0) in "
-                                      "__shfl_xor_sync with mask 0xffffffff for lane 3");
+  CheckFailed(cudaErrorLaunchFailure,
+              "1 wait in __syncthreads, 31 for lanes of their warp: thread (0, 0, 0) in "
+              "__shfl_xor_sync with mask 0xffffffff for lane 3");
   JQ_LAUNCH(LaneOutsideItsMask, 1, 64, 0, nullptr);
   CheckFailed(cudaErrorLaunchFailure, "not in the mask 0x000000ff it gives to __syncwarp");
   JQ_LAUNCH(DifferentMasks, 1, 32, 0, nullptr);
   CheckFailed(cudaErrorLaunchFailure, "with mask 0xffffffff for lane 16");
   JQ_LAUNCH(RingOfMasks, 1, 32, 0, nullptr);
-  CheckFailed(cudaErrorLaunchFailure, "32 for lanes of their warp: thread (0, 0, 0) in __syncwarp with mask "
-                                      "0x00000003");
+  CheckFailed(cudaErrorLaunchFailure,
+              "32 for lanes of their warp: thread (0, 0, 0) in __syncwarp with mask "
+              "0x00000003");
   JQ_LAUNCH(DifferentFunctions, 1, 32, 0, nullptr, bits);
   CheckFailed(cudaErrorLaunchFailure, "in __ballot_sync with mask 0xffffffff for lane 16");
   JQ_LAUNCH(FullMask, 1, 48, 0, nullptr);  // the second warp has 16 lanes only
@@ -413,8 +416,8 @@ void TestErrors() {
 // ---- Floating-point mode and atomics ----
 
 __global__ void Subnormals(const float* x, float* y) {
-  y[0] = x[0] * x[1];        // normal operands, subnormal result
-  y[1] = x[2] * x[3];        // subnormal operand
+  y[0] = x[0] * x[1];  // normal operands, subnormal result
+  y[1] = x[2] * x[3];  // subnormal operand
   y[2] = fmaf(x[0], x[1], x[2]);
 }
 

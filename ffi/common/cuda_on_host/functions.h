@@ -87,15 +87,25 @@ inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst
 
 // The hints say how to cache, not what to load.
 template <typename T>
-T __ldg(const T* address) { return *address; }
+T __ldg(const T* address) {
+  return *address;
+}
 template <typename T>
-T __ldcs(const T* address) { return *address; }
+T __ldcs(const T* address) {
+  return *address;
+}
 template <typename T>
-T __ldcg(const T* address) { return *address; }
+T __ldcg(const T* address) {
+  return *address;
+}
 template <typename T>
-void __stcs(T* address, std::common_type_t<T> value) { *address = value; }
+void __stcs(T* address, std::common_type_t<T> value) {
+  *address = value;
+}
 template <typename T>
-void __stcg(T* address, std::common_type_t<T> value) { *address = value; }
+void __stcg(T* address, std::common_type_t<T> value) {
+  *address = value;
+}
 
 namespace jq {
 namespace cuda_on_host {

@@ -10,8 +10,10 @@
 #define __align__(bytes) alignas(bytes)
 
 // may_alias: kernels read arrays of other types through these.
-#define JQ_VECTOR_TYPE(name, element, bytes, ...) \
-  struct __attribute__((aligned(bytes), may_alias)) name { element __VA_ARGS__; }
+#define JQ_VECTOR_TYPE(name, element, bytes, ...)          \
+  struct __attribute__((aligned(bytes), may_alias)) name { \
+    element __VA_ARGS__;                                   \
+  }
 JQ_VECTOR_TYPE(char4, signed char, 4, x, y, z, w);
 JQ_VECTOR_TYPE(uchar4, unsigned char, 4, x, y, z, w);
 JQ_VECTOR_TYPE(short4, short, 8, x, y, z, w);
