@@ -75,7 +75,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/affine.py
 	$(BIN)/python benchmarks/qat_step.py
 
-$(VENV)/lint: $(VENV)/quickstart
+$(VENV)/lint: $(VENV)/test
 	@$(BIN)/$(PIP) 'ruff==0.17.6' 'pyright==1.1.414' 'clang-format==23.1.5' && touch $@
 
 lint: $(VENV)/lint

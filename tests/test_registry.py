@@ -24,7 +24,8 @@ NAMES = set(primitive.OPERATIONS)
 def python(code, **environment):
     """Another process: for what would change this one's registry."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout, done.stderr
 
 
