@@ -101,7 +101,7 @@ wheel: $(VENV)/created
 $(VENV)/cuda: $(VENV)/test
 	@command -v nvcc >/dev/null || test -x /usr/local/cuda/bin/nvcc || \
 	  $(BIN)/$(PIP) 'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-nvvm==13.0.*' 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*'
-	@$(BIN)/$(PIP) cmake ninja 'nanobind>=2.4' 'nvidia-cuda-cuobjdump==13.0.*' 'nvidia-cuda-nvdisasm==13.0.*' && touch $@
+	@$(BIN)/$(PIP) cmake ninja 'nanobind>=2.4' nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm && touch $@
 
 cuda: CUDA_ARCHS = 90
 cuda-all: CUDA_ARCHS = 75 80 86 89 90 100 120

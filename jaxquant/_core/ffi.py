@@ -43,8 +43,8 @@ def _load(name: str, jax_platform: str, platform: str) -> None:
         if platform != "cpu":
             return
         raise ImportError(
-            f"jaxquant: the compiled kernels are missing in {Path(__file__).parent}: this is a source tree. Run Python from "
-            "another folder, where the installed package is found, or install with `pip install -e .`."
+            f"jaxquant: the compiled kernels are missing in {Path(__file__).parent}: this is a source tree. Run Python "
+            "from another folder, where the installed package is found, or install with `pip install -e .`."
         ) from None
     # A handler newer than the framework would not only fail: registering it makes every later JAX call fail.
     built, running = tuple(module.ffi_api_version()), framework_api_version()
