@@ -36,13 +36,10 @@ struct Cpu {
   static auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
 
   static ffi::Error Map(Context pool, Op op, const MapArguments& a, bool gradient) {
-    const int64_t bytes = a.view->size * SizeOf(a.out_type);
-    AdviseHugePages(a.out, bytes);
-    // In place the lines are in cache already.
-    const bool stream = bytes > LastLevelCacheBytes() / 2 && a.out != a.x && a.out != a.dy;
+    AdviseHugePages(a.out, a.view->size * SizeOf(a.out_type));
     std::atomic<bool> known{true};
     ParallelFor(pool, a.view->size, kGrain, [&](int64_t begin, int64_t end) {
-      if (!CpuKernelsHere().map(LoopsFor(op), a, gradient, begin, end, stream)) known = false;
+      if (!CpuKernelsHere().map(LoopsFor(op), a, gradient, begin, end)) known = false;
     });
     return known ? ffi::Error::Success() : UnknownTypes(op);
   }
@@ -63,7 +60,7 @@ struct Cpu {
         const int64_t row = i / tiles, column = i % tiles * kTile;
         const int64_t n = p.row_size - column < kTile ? p.row_size - column : kTile;
         tile.out_origin = row * p.row_size + column;
-        if (!CpuKernelsHere().map(LoopsFor(op), tile, false, tile.out_origin, tile.out_origin + n, false)) {
+        if (!CpuKernelsHere().map(LoopsFor(op), tile, false, tile.out_origin, tile.out_origin + n)) {
           known = false;
           return;
         }

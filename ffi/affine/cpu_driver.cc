@@ -12,7 +12,7 @@ namespace jq {
 namespace JQ_ISA {
 namespace {
 
-// Elements handled at a time where a conversion, a gather or a streaming store needs a buffer; it stays in L1.
+// Elements handled at a time where a conversion or a gather needs a buffer; it stays in L1.
 constexpr int64_t kTile = 512;
 // Shorter runs are gathered into tiles with a scale per element.
 constexpr int64_t kShortRun = 32;
@@ -85,22 +85,6 @@ Conversion Narrowing(DType type) {
     case DType::kBF16: return ConvertTile<Real, BFloat16>;
     default: return type == kRealType<Real> ? ConvertTile<Real, Real> : nullptr;
   }
-}
-
-// Stores past the caches, for outputs that would only evict what is still needed.
-void StreamTile(const void* from, void* to, int64_t bytes) {
-#if defined(__AVX__)
-  if (reinterpret_cast<uintptr_t>(to) % 32 == 0 && bytes % 32 == 0) {
-    const char* in = static_cast<const char*>(from);
-    char* out = static_cast<char*>(to);
-    for (int64_t i = 0; i < bytes; i += 32) {
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i),
-                          _mm256_load_si256(reinterpret_cast<const __m256i*>(in + i)));
-    }
-    return;
-  }
-#endif
-  memcpy(to, from, bytes);
 }
 
 // ----------------------------------------------------------------------------------------------------------- maps
@@ -177,7 +161,7 @@ void ForEachPiece(const ScaleView& view, const Real* scale, const Real* zero_poi
 }
 
 template <typename Real>
-bool MapWith(const Loops<Real>& loops, const MapArguments& a, bool gradient, int64_t begin, int64_t end, bool stream) {
+bool MapWith(const Loops<Real>& loops, const MapArguments& a, bool gradient, int64_t begin, int64_t end) {
   // Directly where a loop reads and writes these types; otherwise through tiles of Real on either side.
   const auto loop_for = [&](DType x, DType out) {
     if (!gradient) return loops.value(x, out);
@@ -200,8 +184,8 @@ bool MapWith(const Loops<Real>& loops, const MapArguments& a, bool gradient, int
   char* out = static_cast<char*>(a.out);
   const Range<Real> range{static_cast<Real>(a.qmin), static_cast<Real>(a.qmax)};
   alignas(64) Real x_tile[kTile], dy_tile[kTile];
-  alignas(64) char result_tile[kTile * sizeof(Real)], narrow_tile[kTile * sizeof(Real)];
-  const int64_t most = widen || narrow || stream ? kTile : INT64_MAX;
+  alignas(64) char result_tile[kTile * sizeof(Real)];
+  const int64_t most = widen || narrow ? kTile : INT64_MAX;
   ForEachPiece<Real>(*a.view, static_cast<const Real*>(a.scale), static_cast<const Real*>(a.zero_point), begin, end,
                      most, [&](int64_t offset, int64_t n, const Real* scale, const Real* zero_point, bool per_element) {
                        const void* x_piece = x + offset * x_size;
@@ -216,19 +200,11 @@ bool MapWith(const Loops<Real>& loops, const MapArguments& a, bool gradient, int
                          }
                        }
                        char* out_piece = out + (offset - a.out_origin) * out_size;
-                       void* target = narrow || stream ? result_tile : out_piece;
+                       void* target = narrow != nullptr ? result_tile : out_piece;
                        loop(static_cast<const Real*>(dy_piece), x_piece, target, n, scale, zero_point, per_element,
                             range);
-                       if (narrow != nullptr) {
-                         void* narrowed = stream ? static_cast<void*>(narrow_tile) : out_piece;
-                         narrow(result_tile, narrowed, n);
-                         target = narrowed;
-                       }
-                       if (stream) StreamTile(target, out_piece, n * out_size);
+                       if (narrow != nullptr) narrow(result_tile, out_piece, n);
                      });
-#if defined(__SSE2__)
-  if (stream) _mm_sfence();
-#endif
   return true;
 }
 
@@ -481,9 +457,8 @@ void FinishSums(const GradientArguments& a) {
 
 // ---------------------------------------------------------------------------------------------------------- entry
 
-bool Map(const AffineLoops& loops, const MapArguments& a, bool gradient, int64_t begin, int64_t end, bool stream) {
-  return a.wide ? MapWith(loops.wide, a, gradient, begin, end, stream)
-                : MapWith(loops.single, a, gradient, begin, end, stream);
+bool Map(const AffineLoops& loops, const MapArguments& a, bool gradient, int64_t begin, int64_t end) {
+  return a.wide ? MapWith(loops.wide, a, gradient, begin, end) : MapWith(loops.single, a, gradient, begin, end);
 }
 
 int64_t GradientUnits(const ScaleView& view) { return GradientPlan(view).units; }

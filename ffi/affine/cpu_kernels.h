@@ -47,8 +47,8 @@ struct CpuKernels {
   const AffineLoops* dequantize;
   const PackingLoops* packing;
 
-  // Elements [begin, end) of x; stream: write past the caches. False: no conversion for these types.
-  bool (*map)(const AffineLoops&, const MapArguments&, bool gradient, int64_t begin, int64_t end, bool stream);
+  // Elements [begin, end) of x. False: no conversion for these types.
+  bool (*map)(const AffineLoops&, const MapArguments&, bool gradient, int64_t begin, int64_t end);
   // dx and the sums: units [begin, end) of gradient_units, each of about unit_size elements; then finish once.
   int64_t (*gradient_units)(const ScaleView&);
   bool (*gradient)(const AffineLoops&, const GradientArguments&, int64_t begin, int64_t end);

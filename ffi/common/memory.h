@@ -5,7 +5,6 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
-#include <unistd.h>
 #endif
 
 namespace jq {
@@ -21,18 +20,6 @@ inline void AdviseHugePages(void* data, int64_t bytes) {
 #else
   (void)data;
   (void)bytes;
-#endif
-}
-
-inline int64_t LastLevelCacheBytes() {
-#if defined(__linux__) && defined(_SC_LEVEL3_CACHE_SIZE)
-  static const int64_t size = [] {
-    const long l3 = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    return l3 > 0 ? static_cast<int64_t>(l3) : int64_t{32} << 20;
-  }();
-  return size;
-#else
-  return int64_t{32} << 20;
 #endif
 }
 
