@@ -117,7 +117,7 @@ def run(cases: list[Case], title: str) -> list[dict[str, Any]]:
 
 
 def main(script: str, name: str, cases: Callable[[], list[Case]]) -> None:
-    """Runs `cases` with all threads, pinned to one, and with reused memory, each in a process, and writes results/<name>.json."""
+    """Runs `cases` on all threads, on one, and with reused memory, a process each; writes results/<name>.json."""
     if os.environ.get("JAXQUANT_BENCH_CHILD"):
         facts = machine()
         title = f"{facts['threads']} thread(s), {facts['memory']} memory, {facts['cpu']}, {facts['instruction_set']}"
