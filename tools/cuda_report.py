@@ -61,7 +61,8 @@ def find_tool(name: str) -> str:
 class Instruction:
     address: int
     text: str
-    target: int | None = None  # of a branch
+    target: int | None = None  # of a branch or call
+    calls: bool = False
 
     @property
     def opcode(self) -> str:
@@ -84,6 +85,18 @@ class Kernel:
     @property
     def real(self) -> str:
         return self.arguments[1] if len(self.arguments) > 1 else self.arguments[0] if self.arguments else ""
+
+
+def is_subroutine(code: list[Instruction], target: int | None) -> bool:
+    """Whether a call's target returns. ptxas also leaves loops by CALL.REL.NOINC to a label of the same function, up to
+    sm_89; subroutines stand after the last EXIT of the kernel, and end in RET."""
+    for instruction in code:
+        if target is None or instruction.address >= target:
+            if instruction.opcode.startswith("RET"):
+                return True
+            if instruction.opcode.startswith("EXIT") and not instruction.predicated:
+                return False
+    return True
 
 
 def template_arguments(text: str) -> list[str]:
@@ -113,10 +126,13 @@ def read_kernels(object_file: pathlib.Path, arch: str, tools: dict[str, str]) ->
             lines = code.setdefault(found[1], [])
         elif found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", line):
             instruction = Instruction(int(found[1], 16), found[2])
-            if instruction.opcode.startswith(("BRA", "BREAK", "JMP")):
+            if instruction.opcode.startswith(("BRA", "BREAK", "JMP", "CALL")):
                 targets = re.findall(r"0x[0-9a-f]+", instruction.text)
                 instruction.target = int(targets[-1], 16) if targets else None
             lines.append(instruction)
+    for lines in code.values():
+        for instruction in lines:
+            instruction.calls = instruction.opcode.startswith("CALL") and is_subroutine(lines, instruction.target)
     names = subprocess.run(["c++filt"], input="\n".join(code), check=True, capture_output=True, text=True).stdout
     kernels = []
     for mangled, name in zip(code, names.splitlines(), strict=True):
@@ -141,22 +157,24 @@ class Path:
 
     def accesses(self, kind: str) -> list[int]:
         """Bytes of each load ("LDG") or store ("STG")."""
-        widths = {"128": 16, "64": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1, "8": 1}
-        found = [i.opcode for i in self.instructions if i.opcode.startswith(kind) and moves_elements(i)]
+        widths = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1, "8": 1}
+        prefixes = (kind, f"{kind[:2]}.E")
+        found = [i.opcode for i in self.instructions if i.opcode.startswith(prefixes) and moves_elements(i)]
         return [next((widths[part] for part in opcode.split(".") if part in widths), 4) for opcode in found]
 
     @property
     def calls(self) -> int:
-        return sum(i.opcode.startswith("CALL") for i in self.instructions)
+        return sum(i.calls for i in self.instructions)
 
 
 def moves_elements(instruction: Instruction) -> bool:
-    """Not scales and zero points, which are read through the constant path."""
-    return instruction.opcode.startswith(("LDG", "STG")) and "CONSTANT" not in instruction.opcode
+    """Not scales and zero points, which are read through the constant path. LD.E and ST.E: the generic forms, which
+    ptxas falls back to where it has lost track of the address space."""
+    return instruction.opcode.startswith(("LDG", "STG", "LD.E", "ST.E")) and "CONSTANT" not in instruction.opcode
 
 
 def wide(instruction: Instruction) -> bool:
-    return moves_elements(instruction) and ".128" in instruction.opcode
+    return moves_elements(instruction) and (".128" in instruction.opcode or ".256" in instruction.opcode)
 
 
 def best_path(code: list[Instruction], first: int, last: int) -> Path:
@@ -167,10 +185,10 @@ def best_path(code: list[Instruction], first: int, last: int) -> Path:
     for i in range(last - 1, first - 1, -1):
         instruction = code[i]
         ways = []
-        jump = index.get(instruction.target) if instruction.target is not None else None
+        jump = index.get(instruction.target) if instruction.target is not None and not instruction.calls else None
         if jump is not None and i < jump <= last:
             ways.append(jump)
-        leaves = instruction.opcode.startswith(("EXIT", "RET")) or instruction.target is not None
+        leaves = instruction.opcode.startswith(("EXIT", "RET")) or jump is not None
         if not leaves or instruction.predicated:
             ways.append(i + 1)
         ways = [way for way in ways if way in best]
@@ -193,7 +211,7 @@ def hot_loops(kernel: Kernel) -> list[Path]:
     index = {instruction.address: i for i, instruction in enumerate(kernel.code)}
     spans = []
     for i, instruction in enumerate(kernel.code):
-        if instruction.target is not None and instruction.target < instruction.address:
+        if not instruction.calls and instruction.target is not None and instruction.target < instruction.address:
             start = index[instruction.target]
             if any(wide(each) for each in kernel.code[start : i + 1]):
                 spans.append((start, i))
@@ -247,7 +265,7 @@ def examine(kernel: Kernel) -> tuple[list[str], list[str]]:
         elements = sum(loop.accesses("STG")) / size.out
         narrow_loads = [n for n in loop.accesses("LDG") if n < 16] if size.x >= size.out else []
         narrow_stores = [n for n in loop.accesses("STG") if n < 16] if size.out >= size.x else []
-        if narrow_loads or narrow_stores:
+        if strict and (narrow_loads or narrow_stores):
             wrong.append(f"{name}: loads of {narrow_loads} and stores of {narrow_stores} bytes")
         if strict and loop.calls:
             wrong.append(f"{name}: {loop.calls} calls")

@@ -371,8 +371,12 @@ class MapKernel {
   }
 };
 
+// Gradients of float32 need a few registers more than the 64 that ptxas otherwise keeps to (0: its choice).
+template <typename F, typename Real>
+constexpr int kVectorMapBlocks = F::kGradient && sizeof(Real) == 4 ? 3 : 0;
+
 template <typename F, typename Real, typename X, typename Out>
-__global__ void __launch_bounds__(kThreads) VectorMap(const MapParameters<Real> p) {
+__global__ void __launch_bounds__(kThreads, (kVectorMapBlocks<F, Real>)) VectorMap(const MapParameters<Real> p) {
   using Kernel = MapKernel<F, Real, X, Out>;
   bool unsuited;
   int in_flight = Kernel::kInFlight;
