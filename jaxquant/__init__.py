@@ -1,6 +1,6 @@
 """Quantisation kernels for JAX that compose with jit, vmap, grad and sharding."""
 
-from jaxquant import forward_mode
+from jaxquant import forward_mode, ggml
 from jaxquant._core.information import export_checks, info
 from jaxquant._core.platforms import register_kernels
 from jaxquant.affine.dequantize import dequantize
@@ -22,6 +22,7 @@ __all__ = [
     "export_checks",
     "fake_quantize",
     "forward_mode",
+    "ggml",
     "info",
     "pack",
     "quantize",

@@ -9,6 +9,9 @@
 #include "ffi/affine/cpu_kernels.h"
 
 namespace jq {
+namespace JQ_GGML_ISA {
+extern const ggml::CpuKernels ggml_kernels;
+}
 namespace JQ_ISA {
 namespace {
 
@@ -479,8 +482,11 @@ extern const CpuKernels cpu_kernels;
 #define JQ_TEXT(x) #x
 #define JQ_NAME(x) JQ_TEXT(x)
 const CpuKernels cpu_kernels = {
-    JQ_NAME(JQ_ISA), &fake_quantize_loops, &quantize_loops, &dequantize_loops, &packing_loops, Map, GradientUnits,
-    Gradient,        FinishGradient,
+    JQ_NAME(JQ_ISA), &fake_quantize_loops,
+    &quantize_loops, &dequantize_loops,
+    &packing_loops,  Map,
+    GradientUnits,   Gradient,
+    FinishGradient,  &JQ_GGML_ISA::ggml_kernels,
 };
 
 }  // namespace JQ_ISA

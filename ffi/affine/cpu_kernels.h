@@ -8,6 +8,10 @@
 
 namespace jq {
 
+namespace ggml {
+struct CpuKernels;  // ffi/ggml/cpu_kernels.h
+}
+
 // Loops over consecutive elements, for arithmetic in Real.
 template <typename Real>
 struct Loops {
@@ -53,6 +57,8 @@ struct CpuKernels {
   int64_t (*gradient_units)(const ScaleView&);
   bool (*gradient)(const AffineLoops&, const GradientArguments&, int64_t begin, int64_t end);
   void (*gradient_finish)(const GradientArguments&);
+
+  const ggml::CpuKernels* ggml;
 };
 
 // The kernels for this machine, or those that JAXQUANT_ISA names (an unknown or unsupported name: the machine's).

@@ -62,7 +62,7 @@ def _operation(name: str, operation: primitive.Operation) -> dict[str, Any]:
         "same_bits": (
             "dx everywhere; dscale and dzero_point on cpu and cuda, any thread count, vmap or loop"
             if sums
-            else "cpu (any instruction set and thread count), cuda, jax.numpy on cpu"
+            else operation.same_bits
         ),
     }
 

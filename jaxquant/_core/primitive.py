@@ -35,6 +35,14 @@ class Result(NamedTuple):
     dtype: Any
 
 
+class Axes(NamedTuple):
+    """Names of axes, None for those that no mesh axis may split; of a named axis, the parts that may not be cut."""
+
+    operands: list[tuple[str | None, ...]]
+    results: list[tuple[str | None, ...]]
+    units: dict[str, Any]
+
+
 @dataclass(frozen=True, eq=False)
 class Operation:
     """What is particular to one primitive.
@@ -43,6 +51,11 @@ class Operation:
     scratch(*operands, **params) gives one more result that only the kernel sees.
     attributes(**params) gives the integers that the FFI handler reads.
     dtypes: what the leading operand may be.
+
+    Where roles do not tell the shapes apart (values and the bytes of their blocks):
+    axes(*operands, **params) names the axes of operands and results. Axes of one name are split alike, whatever their
+    sizes, into whole units; a result is summed over the shards of the names it lacks.
+    batch(operands, dims, **params) is the batching rule: the results, batched along their first axes.
     """
 
     name: str
@@ -53,6 +66,9 @@ class Operation:
     dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
     scratch: Callable[..., Result] | None = None
     pad_results: Callable[..., list[Result | None]] | None = None
+    axes: Callable[..., Axes] | None = None
+    batch: Callable[..., Any] | None = None
+    same_bits: str = "cpu (any instruction set and thread count), cuda, jax.numpy on cpu"
 
 
 # Every primitive of the package by name: info(), register_kernels() and the tests read it.
@@ -90,6 +106,8 @@ def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 
 
 def _abstract(operation: Operation, multiple_results: bool, *operands: Any, **params: Any) -> Any:
+    if operation.axes is not None:
+        return _abstract_by_name(operation, *operands, **_public(params))[0]
     avals = []
     for result in operation.results(*operands, **_public(params)):
         # Shaped like the operand of the same role: it carries the explicit sharding and the varying axes.
@@ -99,6 +117,22 @@ def _abstract(operation: Operation, multiple_results: bool, *operands: Any, **pa
             aval = aval.update(sharding=_legal_sharding(aval.shape, like.sharding))
         avals.append(aval)
     return avals if multiple_results else avals[0]
+
+
+def _abstract_by_name(operation: Operation, *operands: Any, **params: Any) -> list[Any]:
+    assert operation.axes is not None
+    names, results = operation.axes(*operands, **params), operation.results(*operands, **params)
+    sharding = operands[0].sharding
+    spec = _spec_by_name(sharding.mesh, names, [x.sharding.spec for x in operands])
+    return [
+        operands[0].update(
+            shape=result.shape,
+            dtype=jnp.dtype(result.dtype),
+            weak_type=False,
+            sharding=sharding.update(spec=PartitionSpec(*[None if name is None else spec.get(name) for name in own])),
+        )
+        for result, own in zip(results, names.results, strict=True)
+    ]
 
 
 def _legal_sharding(shape: tuple[Any, ...], sharding: Any) -> Any:
@@ -120,6 +154,8 @@ def _public(params: dict[str, Any]) -> dict[str, Any]:
 def _batch(
     operation: Operation, primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> Any:
+    if operation.batch is not None:
+        return operation.batch(operands, dims, **params), 0
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     # A scale that nobody maps stays one: a leading axis of 1 shares it without a copy. Where a result is a sum for
     # each scale, every example needs its own.
@@ -165,7 +201,8 @@ def _lower(
                 'export with implementation="xla", for one device, or with the call inside shard_map.'
             )
         else:
-            lowered = partial(_partitioned, operation, call, params)
+            rule = _partitioned if operation.axes is None else _partitioned_by_name
+            lowered = partial(rule, operation, call, params)
 
     def flat(*args: Any) -> Any:
         out = lowered(*args)
@@ -262,6 +299,65 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
     op = custom_partitioning(lambda *args: tuple(call(*args)))
     op.def_partition(partition=partition, sharding_rule=rule, infer_sharding_from_operands=infer)
     return op(*operands)
+
+
+def _partitioned_by_name(
+    operation: Operation, call: Callable[..., list[Any]], params: dict[str, Any], *operands: Any
+) -> Any:
+    assert operation.axes is not None
+    names = operation.axes(*operands, **params)
+    arrays = [*names.operands, *names.results]
+
+    def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
+        del result_shapes
+        spec = _spec_by_name(mesh, names, [getattr(o.sharding, "spec", ()) for o in operand_shapes])
+
+        def sharding(own: tuple[str | None, ...]) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*[None if name is None else spec.get(name) for name in own]))
+
+        missing = {name for own in names.operands for name in own} - {name for own in names.results for name in own}
+        summed = tuple(axis for name in spec if name in missing for axis in spec[name])
+
+        def shard(*parts: Any) -> Any:
+            if not summed:
+                return tuple(call(*parts))
+            # Partial sums travel in float32.
+            dtype = parts[0].dtype
+            (out,) = call(parts[0].astype(jnp.float32), *parts[1:])
+            (total,) = _all_reduce_p.bind(out, axes=summed)
+            return (total.astype(dtype),)
+
+        return mesh, shard, tuple(map(sharding, names.results)), tuple(map(sharding, names.operands))
+
+    def rule(mesh: Any, operand_types: Any, result_types: Any) -> SdyShardingRule:
+        del mesh, operand_types, result_types
+        alone = itertools.count()
+        mappings = [tuple(name or f"one{next(alone)}" for name in own) for own in arrays]
+        inputs, outputs = mappings[: len(operands)], mappings[len(operands) :]
+        return SdyShardingRule(tuple(inputs), tuple(outputs))  # pyright: ignore[reportArgumentType]
+
+    def infer(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
+        return partition(mesh, operand_shapes, result_shapes)[2]
+
+    op = custom_partitioning(lambda *args: tuple(call(*args)))
+    op.def_partition(partition=partition, sharding_rule=rule, infer_sharding_from_operands=infer)
+    return op(*operands)
+
+
+def _spec_by_name(mesh: Any, names: Axes, specs: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+    """The mesh axes of each name, from the operands' own, last operand first: weights stay where they are, and values
+    follow. No mesh axis twice, no unit cut."""
+    found: dict[str, tuple[str, ...]] = {}
+    used: set[str] = set()
+    for own, entries in reversed(list(zip(names.operands, specs, strict=True))):
+        for name, entry in zip(own, entries, strict=False):
+            axes = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple) else ()
+            while axes and not _divides(names.units.get(name, 1), _parts(mesh, axes)):
+                axes = axes[:-1]
+            if name is not None and axes and name not in found and not used & set(axes):
+                found[name] = axes
+                used |= set(axes)
+    return found
 
 
 def _lower_all_reduce(ctx: Any, *sums: Any, axes: tuple[str, ...]) -> Any:

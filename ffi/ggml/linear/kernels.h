@@ -1,0 +1,71 @@
+// Products of float rows with block-quantised matrices, once per instruction set; all give the same bits.
+//
+// One grouped product serves them all: linear() has a group per weight matrix of a batch, moe_linear() the rows that were
+// routed to each expert, as index lists, ragged_linear() consecutive rows.
+//
+//   for e < experts, group_begin[e] <= p < group_begin[e + 1]:  out[out_row[p]] = x[x_row[p]] @ w[e].T
+//
+// The gradient in x is the same with the transpose: x holds rows of n values, out rows of k.
+//
+// A handler makes a Plan, then runs prepare() over [0, x_rows) and, when all of it is done, product() over
+// [0, plan.units), in pieces and from any threads. gradient() needs no prepare().
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "ffi/common/numeric.h"
+
+namespace jq {
+namespace ggml {
+
+enum class Layout : int {
+  kPlain,     // GGML's: rows of blocks
+  kPrepared,  // layout.h: the same bytes, those of eight rows interleaved
+};
+
+struct GroupedArguments {
+  int type_id;
+  Layout layout;
+  bool int8_lhs;  // x quantised to int8 per 32 values; float formats ignore it
+  const uint8_t* w;
+  int64_t experts, n, k;  // w: experts x n rows of k values
+  const void* x;
+  DType x_type;  // kF32, kF16 or kBF16
+  int64_t x_rows;
+  const int64_t* group_begin;  // experts + 1 of them, ascending
+  const int64_t* x_row;        // null: p itself
+  const int64_t* out_row;      // null: p itself
+  void* out;                   // of x_type; rows that no p names stay as they are
+};
+
+// How a product or gradient is cut into units of work. Results do not depend on it.
+struct Plan {
+  int64_t columns_per_unit;         // of out
+  int64_t column_units;             // that a group's columns make
+  int64_t positions_per_unit;       // of p
+  std::vector<int64_t> first_unit;  // of each group, and the number of all
+  int64_t units;
+};
+Plan PlanProduct(const GroupedArguments& arguments, int64_t threads);
+Plan PlanGradient(const GroupedArguments& arguments, int64_t threads);
+
+// Bytes that prepare() writes and product() reads, aligned to 64; not for gradients.
+int64_t ScratchBytes(const GroupedArguments& arguments);
+
+struct LinearKernels {
+  // Rows [begin, end) of x: quantised, or converted to float32.
+  void (*prepare)(const GroupedArguments& arguments, void* scratch, int64_t begin, int64_t end);
+  // Units [begin, end) of the plan.
+  void (*product)(const GroupedArguments& arguments, const Plan& plan, const void* scratch, int64_t begin, int64_t end);
+  void (*gradient)(const GroupedArguments& arguments, const Plan& plan, int64_t begin, int64_t end);
+};
+
+#if defined(JQ_ISA)
+namespace JQ_ISA {
+extern const LinearKernels linear_kernels;
+}
+#endif
+
+}  // namespace ggml
+}  // namespace jq
