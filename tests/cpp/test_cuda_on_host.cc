@@ -1,5 +1,4 @@
-// Tests of the CUDA emulation's threads, memory and errors (ffi/common/cuda_on_host.h). From the repository's root:
-//
+// Tests of the CUDA emulation's threads, memory and errors (ffi/common/cuda_on_host.h). From the root:
 //   g++ -std=c++17 -O2 -Wall -Wextra -ffp-contract=off -pthread -DJQ_CUDA_ON_HOST -I. -o /tmp/test_cuda_on_host
 //       tests/cpp/test_cuda_on_host.cc && /tmp/test_cuda_on_host
 //
