@@ -1,4 +1,6 @@
 // Dequantisation on CPU, and the table of everything compiled for one instruction set.
+#include <utility>
+
 #include "ffi/ggml/cpu_kernels.h"
 #include "ffi/ggml/decode.h"
 #include "ffi/ggml/linear/kernels.h"
@@ -10,24 +12,31 @@ namespace {
 using namespace ggml;
 
 template <typename F, typename Out>
+JQ_HOST_DEVICE void DequantizeGroup(const F& block, int g, Out* out) {
+  if constexpr (sizeof(Out) == sizeof(float)) {
+    DecodeValues(block, g, out);
+  } else {
+    float wide[Decoder<F>::kGroup];
+    DecodeValues(block, g, wide);
+    for (int j = 0; j < Decoder<F>::kGroup; ++j) out[j] = Convert<Out>(wide[j]);
+  }
+}
+
+// Groups by number: shifts by constants are vector instructions.
+template <typename F, typename Out, int... g>
+JQ_HOST_DEVICE void DequantizeBlock(const F& block, Out* values, std::integer_sequence<int, g...>) {
+  (DequantizeGroup(block, g, values + g * Decoder<F>::kGroup), ...);
+}
+
+template <typename F, typename Out>
 void Dequantize(const uint8_t* data, void* out, int64_t n) {
   const F* blocks = reinterpret_cast<const F*>(data);
   Out* values = static_cast<Out*>(out);
   if constexpr (kIsFloat<F>) {
     for (int64_t i = 0; i < n; ++i) values[i] = Convert<Out>(LoadValue(blocks[i]));
   } else {
-    constexpr int kGroup = Decoder<F>::kGroup;
-    for (int64_t i = 0; i < n / F::kBlock; ++i) {
-      for (int g = 0; g < F::kBlock / kGroup; ++g, values += kGroup) {
-        if constexpr (sizeof(Out) == sizeof(float)) {
-          DecodeValues(blocks[i], g, reinterpret_cast<float*>(values));
-        } else {
-          float wide[kGroup];
-          DecodeValues(blocks[i], g, wide);
-          for (int j = 0; j < kGroup; ++j) values[j] = Convert<Out>(wide[j]);
-        }
-      }
-    }
+    using Groups = std::make_integer_sequence<int, F::kBlock / Decoder<F>::kGroup>;
+    for (int64_t i = 0; i < n / F::kBlock; ++i) DequantizeBlock(blocks[i], values + i * F::kBlock, Groups());
   }
 }
 

@@ -15,6 +15,10 @@
 #include "ffi/ggml/formats.h"
 #include "ffi/ggml/tables.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #if defined(__CUDACC__)
 #define JQ_DECODE static __device__ __forceinline__
 #else
@@ -66,19 +70,128 @@ JQ_POINTS(kPointsIQ3_XXS, 4, kGridIQ3_XXS, ValueIQ3XXS);
 JQ_POINTS(kPointsIQ3_S, 4, kGridIQ3_S, ValueIQ3S);
 JQ_POINTS(kPointsIQ1, 8, kGridIQ1_S, ValueIQ1);
 
-// codes[j] = point[j], negated where bit j of signs is set.
-template <int kDims>
-JQ_DECODE void Signed(const int8_t* point, uint32_t signs, int8_t* codes) {
-  for (int j = 0; j < kDims; ++j) {
-    const int negative = -static_cast<int>(signs >> j & 1);
-    codes[j] = static_cast<int8_t>((point[j] ^ negative) - negative);
-  }
-}
-
 JQ_DECODE uint32_t Word(const void* bytes) {
   uint32_t word;
   memcpy(&word, bytes, sizeof(word));
   return word;
+}
+
+JQ_DECODE float HalfToFloat(Float16 half) {
+#if defined(__AVX2__) && defined(__F16C__) && !defined(__CUDACC__)
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half.bits)));
+#else
+  return ToFloat(half);
+#endif
+}
+
+// ---- Steps on bytes, eight or sixteen at once. A host compiler would not find the vectors by itself.
+
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
+#define JQ_BYTE_VECTORS
+template <int kBytes>
+using Bytes __attribute__((vector_size(kBytes))) = uint8_t;
+template <int kBytes>
+JQ_DECODE Bytes<kBytes> Spread(int value) {
+  return static_cast<uint8_t>(value) - Bytes<kBytes>{};
+}
+#else
+template <int kBytes>
+struct Bytes {
+  uint8_t at[kBytes];
+};
+template <int kBytes>
+JQ_DECODE Bytes<kBytes> Spread(int value) {
+  Bytes<kBytes> bytes;
+  for (int j = 0; j < kBytes; ++j) bytes.at[j] = static_cast<uint8_t>(value);
+  return bytes;
+}
+#define JQ_BYTES_OPERATOR(op, expression)                                 \
+  template <int kBytes>                                                   \
+  JQ_DECODE Bytes<kBytes> operator op(Bytes<kBytes> a, Bytes<kBytes> b) { \
+    for (int j = 0; j < kBytes; ++j) {                                    \
+      const int x = a.at[j], y = b.at[j];                                 \
+      a.at[j] = static_cast<uint8_t>(expression);                         \
+    }                                                                     \
+    return a;                                                             \
+  }
+JQ_BYTES_OPERATOR(&, x& y)
+JQ_BYTES_OPERATOR(|, x | y)
+JQ_BYTES_OPERATOR(^, x ^ y)
+JQ_BYTES_OPERATOR(+, x + y)
+JQ_BYTES_OPERATOR(-, x - y)
+JQ_BYTES_OPERATOR(*, x* y)
+JQ_BYTES_OPERATOR(==, x == y ? 255 : 0)
+JQ_BYTES_OPERATOR(>=, x >= y ? 255 : 0)
+#undef JQ_BYTES_OPERATOR
+template <int kBytes>
+JQ_DECODE Bytes<kBytes> operator>>(Bytes<kBytes> a, int bits) {
+  for (int j = 0; j < kBytes; ++j) a.at[j] = static_cast<uint8_t>(a.at[j] >> bits);
+  return a;
+}
+#endif
+
+template <int kBytes>
+JQ_DECODE Bytes<kBytes> LoadBytes(const void* from) {
+  Bytes<kBytes> bytes;
+  memcpy(&bytes, from, kBytes);
+  return bytes;
+}
+template <int kBytes>
+JQ_DECODE void StoreBytes(Bytes<kBytes> bytes, int8_t* to) {
+  memcpy(to, &bytes, kBytes);
+}
+
+// In registers: a vector load would wait for two narrower stores.
+JQ_DECODE Bytes<16> Pair(uint64_t low, uint64_t high) {
+#if defined(JQ_BYTE_VECTORS)
+  using Words __attribute__((vector_size(16))) = uint64_t;
+  return (Bytes<16>)Words{low, high};
+#else
+  const uint64_t words[2] = {low, high};
+  return LoadBytes<16>(words);
+#endif
+}
+
+// codes[j] = point[j], negated where bit j of signs is set.
+JQ_DECODE void Signed(const void* point, uint32_t signs, int8_t* codes) {
+  const uint8_t places[8] = {1, 2, 4, 8, 16, 32, 64, 128};
+  const Bytes<8> place = LoadBytes<8>(places);
+  const Bytes<8> negative = (Bytes<8>)((Spread<8>(static_cast<int>(signs)) & place) == place);
+  StoreBytes<8>((LoadBytes<8>(point) ^ negative) - negative, codes);
+}
+
+// Byte j: value if bit j of 16 is set, else 0.
+JQ_DECODE Bytes<16> SpreadBits(const uint8_t* bits, int value) {
+  const uint8_t places[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  const Bytes<16> words = Pair(bits[0] * 0x0101010101010101u, bits[1] * 0x0101010101010101u);
+  const Bytes<16> place = LoadBytes<16>(places);
+  return (Bytes<16>)((words & place) == place) & Spread<16>(value);
+}
+
+// The codes of a table: n bytes hold 2 n, the low nibbles first.
+template <int n>
+JQ_DECODE void LookUp(const int8_t* values, const uint8_t* qs, int8_t* codes) {
+#if defined(JQ_BYTE_VECTORS) && defined(__SSSE3__)
+  const Bytes<16> table = LoadBytes<16>(values);
+  if constexpr (n == 16) {
+    const Bytes<16> packed = LoadBytes<16>(qs);
+    const Bytes<16> low = __builtin_shuffle(table, packed & 15), high = __builtin_shuffle(table, packed >> 4);
+    memcpy(codes, &low, 16);
+    memcpy(codes + 16, &high, 16);
+  } else {
+    static_assert(n == 8, "no such table");
+    uint64_t word;
+    memcpy(&word, qs, 8);
+    const Bytes<16> nibbles = Pair(word & 0x0f0f0f0f0f0f0f0fu, word >> 4 & 0x0f0f0f0f0f0f0f0fu);
+    const Bytes<16> found = __builtin_shuffle(table, nibbles);
+    memcpy(codes, &found, 16);
+  }
+#else
+  for (int j = 0; j < n; ++j) {
+    codes[j] = values[qs[j] & 15];
+    codes[j + n] = values[qs[j] >> 4];
+  }
+#endif
 }
 
 template <typename Format>
@@ -91,9 +204,10 @@ struct NibbleDecoder {
   static constexpr int kGroup = 32;
   static constexpr bool kOffset = false;
   JQ_DECODE void Group(const F& b, int, int8_t* codes, float* scale, float*) {
-    for (int j = 0; j < 16; ++j) codes[j] = static_cast<int8_t>((b.qs[j] & 15) - kZero);
-    for (int j = 0; j < 16; ++j) codes[j + 16] = static_cast<int8_t>((b.qs[j] >> 4) - kZero);
-    *scale = ToFloat(b.d);
+    const Bytes<16> packed = LoadBytes<16>(b.qs);
+    StoreBytes<16>((packed & Spread<16>(15)) - Spread<16>(kZero), codes);
+    StoreBytes<16>((packed >> 4) - Spread<16>(kZero), codes + 16);
+    *scale = HalfToFloat(b.d);
   }
 };
 template <>
@@ -104,7 +218,7 @@ struct Decoder<Q4_1> {
   static constexpr bool kOffset = true;
   JQ_DECODE void Group(const Q4_1& b, int g, int8_t* codes, float* scale, float* offset) {
     NibbleDecoder<Q4_1, 0>::Group(b, g, codes, scale, offset);
-    *offset = ToFloat(b.m);
+    *offset = HalfToFloat(b.m);
   }
 };
 
@@ -113,13 +227,11 @@ struct FiveBitDecoder {
   static constexpr int kGroup = 32;
   static constexpr bool kOffset = kZero == 0;
   JQ_DECODE void Group(const F& b, int, int8_t* codes, float* scale, float* offset) {
-    const uint32_t high = Word(b.qh);
-    for (int j = 0; j < 16; ++j) {
-      codes[j] = static_cast<int8_t>(((b.qs[j] & 15) | (high >> j & 1) << 4) - kZero);
-      codes[j + 16] = static_cast<int8_t>(((b.qs[j] >> 4) | (high >> (j + 16) & 1) << 4) - kZero);
-    }
-    *scale = ToFloat(b.d);
-    if constexpr (kOffset) *offset = ToFloat(b.m);
+    const Bytes<16> packed = LoadBytes<16>(b.qs), zero = Spread<16>(kZero);
+    StoreBytes<16>(((packed & Spread<16>(15)) | SpreadBits(b.qh, 16)) - zero, codes);
+    StoreBytes<16>(((packed >> 4) | SpreadBits(b.qh + 2, 16)) - zero, codes + 16);
+    *scale = HalfToFloat(b.d);
+    if constexpr (kOffset) *offset = HalfToFloat(b.m);
   }
 };
 template <>
@@ -131,7 +243,7 @@ template <typename F>
 struct ByteDecoder {
   static constexpr int kGroup = 32;
   static constexpr bool kOffset = false;
-  JQ_DECODE float Scale(Float16 d) { return ToFloat(d); }
+  JQ_DECODE float Scale(Float16 d) { return HalfToFloat(d); }
   JQ_DECODE float Scale(float d) { return d; }
   JQ_DECODE void Group(const F& b, int g, int8_t* codes, float* scale, float*) {
     memcpy(codes, b.qs + 32 * g, 32);
@@ -152,9 +264,9 @@ struct Decoder<Q1_0> {
   static constexpr int kGroup = 32;
   static constexpr bool kOffset = false;
   JQ_DECODE void Group(const Q1_0& b, int g, int8_t* codes, float* scale, float*) {
-    const uint32_t bits = Word(b.qs + 4 * g);
-    for (int j = 0; j < 32; ++j) codes[j] = static_cast<int8_t>(2 * static_cast<int>(bits >> j & 1) - 1);
-    *scale = ToFloat(b.d);
+    StoreBytes<16>(SpreadBits(b.qs + 4 * g, 2) - Spread<16>(1), codes);
+    StoreBytes<16>(SpreadBits(b.qs + 4 * g + 2, 2) - Spread<16>(1), codes + 16);
+    *scale = HalfToFloat(b.d);
   }
 };
 
@@ -163,8 +275,12 @@ struct Decoder<Q2_0> {
   static constexpr int kGroup = 32;
   static constexpr bool kOffset = false;
   JQ_DECODE void Group(const Q2_0& b, int g, int8_t* codes, float* scale, float*) {
-    for (int j = 0; j < 32; ++j) codes[j] = static_cast<int8_t>((b.qs[8 * g + j / 4] >> (j % 4 * 2) & 3) - 1);
-    *scale = ToFloat(b.d);
+    for (int i = 0; i < 8; i += 2) {
+      uint64_t four = b.qs[8 * g + i] | static_cast<uint64_t>(b.qs[8 * g + i + 1]) << 32;
+      four = (four | four << 6 | four << 12 | four << 18) & 0x0303030303030303u;
+      StoreBytes<8>(LoadBytes<8>(&four) - Spread<8>(1), codes + 4 * i);
+    }
+    *scale = HalfToFloat(b.d);
   }
 };
 
@@ -172,23 +288,32 @@ template <>
 struct Decoder<TQ1_0> {
   static constexpr int kGroup = 32;
   static constexpr bool kOffset = false;
-  // Digit n of a byte, which holds a fraction of 3^5 in 256ths: the most significant digit first.
-  JQ_DECODE int8_t Digit(uint8_t byte, int n) {
-    const uint32_t powers[5] = {1, 3, 9, 27, 81};
-    return static_cast<int8_t>(((byte * powers[n] & 255) * 3 >> 8) - 1);
+  // Digit n of bytes, which hold fractions of 3^5 in 256ths: the most significant digit first. What is left of a
+  // fraction, tripled, carries the next digit over 256.
+  JQ_DECODE Bytes<16> Digits(Bytes<16> fractions, int n) {
+    const int powers[5] = {1, 3, 9, 27, 81};
+    const Bytes<16> left = fractions * Spread<16>(powers[n]);
+    // 0 less two masks of -1
+    const Bytes<16> first = (Bytes<16>)(left >= Spread<16>(86)), second = (Bytes<16>)(left >= Spread<16>(171));
+    return Spread<16>(-1) - first - second;
   }
   JQ_DECODE void Group(const TQ1_0& b, int g, int8_t* codes, float* scale, float*) {
     if (g < 5) {
-      for (int j = 0; j < 32; ++j) codes[j] = Digit(b.qs[j], g);
+      StoreBytes<16>(Digits(LoadBytes<16>(b.qs), g), codes);
+      StoreBytes<16>(Digits(LoadBytes<16>(b.qs + 16), g), codes + 16);
     } else if (g < 7) {
-      for (int j = 0; j < 32; ++j) codes[j] = Digit(b.qs[32 + j % 16], 2 * (g - 5) + j / 16);
+      StoreBytes<16>(Digits(LoadBytes<16>(b.qs + 32), 2 * (g - 5)), codes);
+      StoreBytes<16>(Digits(LoadBytes<16>(b.qs + 32), 2 * (g - 5) + 1), codes + 16);
     } else {
-      for (int j = 0; j < 16; ++j) {
-        codes[j] = Digit(b.qs[32 + j], 4);
-        codes[j + 16] = Digit(b.qh[j % 4], j / 4);
+      StoreBytes<16>(Digits(LoadBytes<16>(b.qs + 32), 4), codes);
+      const uint32_t four = Word(b.qh), fours[4] = {four, four, four, four};
+      for (int n = 0; n < 4; ++n) {
+        int8_t digits[16];
+        StoreBytes<16>(Digits(LoadBytes<16>(fours), n), digits);
+        memcpy(codes + 16 + 4 * n, digits, 4);
       }
     }
-    *scale = ToFloat(b.d);
+    *scale = HalfToFloat(b.d);
   }
 };
 
@@ -198,7 +323,7 @@ struct Decoder<TQ2_0> {
   static constexpr bool kOffset = false;
   JQ_DECODE void Group(const TQ2_0& b, int g, int8_t* codes, float* scale, float*) {
     for (int j = 0; j < 32; ++j) codes[j] = static_cast<int8_t>((b.qs[g / 4 * 32 + j] >> (g % 4 * 2) & 3) - 1);
-    *scale = ToFloat(b.d);
+    *scale = HalfToFloat(b.d);
   }
 };
 
@@ -212,8 +337,8 @@ struct Decoder<Q2_K> {
     const uint8_t* qs = b.qs + g / 8 * 32 + g % 2 * 16;
     const int shift = g % 8 / 2 * 2;
     for (int j = 0; j < 16; ++j) codes[j] = static_cast<int8_t>(qs[j] >> shift & 3);
-    *scale = ToFloat(b.d) * static_cast<float>(b.scales[g] & 15);
-    *offset = -(ToFloat(b.dmin) * static_cast<float>(b.scales[g] >> 4));
+    *scale = HalfToFloat(b.d) * static_cast<float>(b.scales[g] & 15);
+    *offset = -(HalfToFloat(b.dmin) * static_cast<float>(b.scales[g] >> 4));
   }
 };
 
@@ -229,7 +354,7 @@ struct Decoder<Q3_K> {
       codes[j] = static_cast<int8_t>(((qs[j] >> shift & 3) | (high[j] >> bit & 1) << 2) - 4);
     }
     const int low = g < 8 ? b.scales[g] & 15 : b.scales[g - 8] >> 4;
-    *scale = ToFloat(b.d) * static_cast<float>((low | (b.scales[8 + g % 4] >> (g / 4 * 2) & 3) << 4) - 32);
+    *scale = HalfToFloat(b.d) * static_cast<float>((low | (b.scales[8 + g % 4] >> (g / 4 * 2) & 3) << 4) - 32);
   }
 };
 
@@ -249,8 +374,8 @@ struct Decoder<Q4_K> {
   JQ_DECODE void Group(const Q4_K& b, int g, int8_t* codes, float* scale, float* offset) {
     for (int j = 0; j < 32; ++j) codes[j] = static_cast<int8_t>(b.qs[g / 2 * 32 + j] >> (g % 2 * 4) & 15);
     const ScaleAndMin s = UnpackScaleAndMin(b.scales, g);
-    *scale = ToFloat(b.d) * static_cast<float>(s.scale);
-    *offset = -(ToFloat(b.dmin) * static_cast<float>(s.min));
+    *scale = HalfToFloat(b.d) * static_cast<float>(s.scale);
+    *offset = -(HalfToFloat(b.dmin) * static_cast<float>(s.min));
   }
 };
 
@@ -263,8 +388,8 @@ struct Decoder<Q5_K> {
       codes[j] = static_cast<int8_t>((b.qs[g / 2 * 32 + j] >> (g % 2 * 4) & 15) | (b.qh[j] >> g & 1) << 4);
     }
     const ScaleAndMin s = UnpackScaleAndMin(b.scales, g);
-    *scale = ToFloat(b.d) * static_cast<float>(s.scale);
-    *offset = -(ToFloat(b.dmin) * static_cast<float>(s.min));
+    *scale = HalfToFloat(b.d) * static_cast<float>(s.scale);
+    *offset = -(HalfToFloat(b.dmin) * static_cast<float>(s.min));
   }
 };
 
@@ -280,7 +405,7 @@ struct Decoder<Q6_K> {
     for (int j = 0; j < 16; ++j) {
       codes[j] = static_cast<int8_t>(((low[j] >> low_shift & 15) | (high[j] >> high_shift & 3) << 4) - 32);
     }
-    *scale = ToFloat(b.d) * static_cast<float>(b.scales[g]);
+    *scale = HalfToFloat(b.d) * static_cast<float>(b.scales[g]);
   }
 };
 
@@ -293,9 +418,9 @@ struct Decoder<IQ2_XXS> {
   JQ_DECODE void Group(const IQ2_XXS& b, int g, int8_t* codes, float* scale, float*) {
     const uint32_t indices = Word(b.qs + 4 * g), rest = Word(b.qs + 4 * g + 2);
     for (int l = 0; l < 4; ++l) {
-      Signed<8>(kPointsIQ2_XXS.at[indices >> (8 * l) & 255], EvenSigns(rest >> (7 * l) & 127), codes + 8 * l);
+      Signed(kPointsIQ2_XXS.at[indices >> (8 * l) & 255], EvenSigns(rest >> (7 * l) & 127), codes + 8 * l);
     }
-    *scale = ToFloat(b.d) * (0.5f + static_cast<float>(rest >> 28)) * 0.25f;
+    *scale = HalfToFloat(b.d) * (0.5f + static_cast<float>(rest >> 28)) * 0.25f;
   }
 };
 
@@ -306,9 +431,9 @@ struct Decoder<IQ2_XS> {
   JQ_DECODE void Group(const IQ2_XS& b, int g, int8_t* codes, float* scale, float*) {
     for (int l = 0; l < 2; ++l) {
       const uint32_t q = b.qs[2 * g + l];
-      Signed<8>(kPointsIQ2_XS.at[q & 511], EvenSigns(static_cast<uint8_t>(q >> 9)), codes + 8 * l);
+      Signed(kPointsIQ2_XS.at[q & 511], EvenSigns(static_cast<uint8_t>(q >> 9)), codes + 8 * l);
     }
-    *scale = ToFloat(b.d) * (0.5f + static_cast<float>(b.scales[g / 2] >> (g % 2 * 4) & 15)) * 0.25f;
+    *scale = HalfToFloat(b.d) * (0.5f + static_cast<float>(b.scales[g / 2] >> (g % 2 * 4) & 15)) * 0.25f;
   }
 };
 
@@ -320,9 +445,9 @@ struct Decoder<IQ2_S> {
     for (int l = 0; l < 2; ++l) {
       const int at = 2 * g + l;
       const int index = b.qs[at] | (b.qh[g / 2] >> (at % 4 * 2) & 3) << 8;
-      Signed<8>(kPointsIQ2_S.at[index], b.qs[32 + at], codes + 8 * l);
+      Signed(kPointsIQ2_S.at[index], b.qs[32 + at], codes + 8 * l);
     }
-    *scale = ToFloat(b.d) * (0.5f + static_cast<float>(b.scales[g / 2] >> (g % 2 * 4) & 15)) * 0.25f;
+    *scale = HalfToFloat(b.d) * (0.5f + static_cast<float>(b.scales[g / 2] >> (g % 2 * 4) & 15)) * 0.25f;
   }
 };
 
@@ -332,11 +457,12 @@ struct Decoder<IQ3_XXS> {
   static constexpr bool kOffset = false;
   JQ_DECODE void Group(const IQ3_XXS& b, int g, int8_t* codes, float* scale, float*) {
     const uint32_t rest = Word(b.qs + 64 + 4 * g);
-    for (int l = 0; l < 8; ++l) {
-      const uint32_t signs = EvenSigns(rest >> (l / 2 * 7) & 127);
-      Signed<4>(kPointsIQ3_XXS.at[b.qs[8 * g + l]], signs >> (l % 2 * 4), codes + 4 * l);
+    for (int l = 0; l < 4; ++l) {
+      const uint8_t* qs = b.qs + 8 * g + 2 * l;
+      const uint32_t points[2] = {Word(kPointsIQ3_XXS.at[qs[0]]), Word(kPointsIQ3_XXS.at[qs[1]])};
+      Signed(points, EvenSigns(rest >> (7 * l) & 127), codes + 8 * l);
     }
-    *scale = ToFloat(b.d) * (0.5f + static_cast<float>(rest >> 28)) * 0.5f;
+    *scale = HalfToFloat(b.d) * (0.5f + static_cast<float>(rest >> 28)) * 0.5f;
   }
 };
 
@@ -345,17 +471,21 @@ struct Decoder<IQ3_S> {
   static constexpr int kGroup = 32;
   static constexpr bool kOffset = false;
   JQ_DECODE void Group(const IQ3_S& b, int g, int8_t* codes, float* scale, float*) {
-    for (int l = 0; l < 8; ++l) {
-      const int index = b.qs[8 * g + l] | (b.qh[g] >> l & 1) << 8;
-      Signed<4>(kPointsIQ3_S.at[index], b.signs[4 * g + l / 2] >> (l % 2 * 4), codes + 4 * l);
+    for (int l = 0; l < 4; ++l) {
+      const uint8_t* qs = b.qs + 8 * g + 2 * l;
+      const int high = b.qh[g] >> (2 * l);
+      const uint32_t points[2] = {Word(kPointsIQ3_S.at[qs[0] | (high & 1) << 8]),
+                                  Word(kPointsIQ3_S.at[qs[1] | (high & 2) << 7])};
+      Signed(points, b.signs[4 * g + l], codes + 8 * l);
     }
-    *scale = ToFloat(b.d) * static_cast<float>(1 + 2 * (b.scales[g / 2] >> (g % 2 * 4) & 15));
+    *scale = HalfToFloat(b.d) * static_cast<float>(1 + 2 * (b.scales[g / 2] >> (g % 2 * 4) & 15));
   }
 };
 
 // Points of -1, 0, 1, shifted by an eighth up or down: codes are eighths.
 JQ_DECODE void Shifted(const int8_t* point, bool down, int8_t* codes) {
-  for (int j = 0; j < 8; ++j) codes[j] = static_cast<int8_t>(8 * point[j] + (down ? -1 : 1));
+  const Bytes<8> p = LoadBytes<8>(point), p2 = p + p, p4 = p2 + p2;
+  StoreBytes<8>(p4 + p4 + Spread<8>(down ? -1 : 1), codes);
 }
 
 template <>
@@ -367,7 +497,7 @@ struct Decoder<IQ1_S> {
     for (int l = 0; l < 4; ++l) {
       Shifted(kPointsIQ1.at[b.qs[4 * g + l] | (high >> (3 * l) & 7) << 8], high >> 15 != 0, codes + 8 * l);
     }
-    *scale = ToFloat(b.d) * static_cast<float>(2 * (high >> 12 & 7) + 1) * 0.125f;
+    *scale = HalfToFloat(b.d) * static_cast<float>(2 * (high >> 12 & 7) + 1) * 0.125f;
   }
 };
 
@@ -386,19 +516,10 @@ struct Decoder<IQ1_M> {
     }
     const uint32_t d =
         Scales(b, 0) >> 12 | (Scales(b, 1) >> 8 & 0xf0) | (Scales(b, 2) >> 4 & 0xf00) | (Scales(b, 3) & 0xf000);
-    *scale = ToFloat(Float16{static_cast<uint16_t>(d)}) *
+    *scale = HalfToFloat(Float16{static_cast<uint16_t>(d)}) *
              static_cast<float>(2 * (Scales(b, g / 4) >> (g % 4 * 3) & 7) + 1) * 0.125f;
   }
 };
-
-// The codes of a table: n bytes hold 2 n, the low nibbles first.
-template <int n>
-JQ_DECODE void LookUp(const int8_t* values, const uint8_t* qs, int8_t* codes) {
-  for (int j = 0; j < n; ++j) {
-    codes[j] = values[qs[j] & 15];
-    codes[j + n] = values[qs[j] >> 4];
-  }
-}
 
 template <>
 struct Decoder<IQ4_NL> {
@@ -406,7 +527,7 @@ struct Decoder<IQ4_NL> {
   static constexpr bool kOffset = false;
   JQ_DECODE void Group(const IQ4_NL& b, int, int8_t* codes, float* scale, float*) {
     LookUp<16>(kValuesIQ4, b.qs, codes);
-    *scale = ToFloat(b.d);
+    *scale = HalfToFloat(b.d);
   }
 };
 
@@ -417,7 +538,7 @@ struct Decoder<IQ4_XS> {
   JQ_DECODE void Group(const IQ4_XS& b, int g, int8_t* codes, float* scale, float*) {
     LookUp<16>(kValuesIQ4, b.qs + 16 * g, codes);
     const int s = (b.scales_l[g / 2] >> (g % 2 * 4) & 15) | (b.scales_h >> (2 * g) & 3) << 4;
-    *scale = ToFloat(b.d) * static_cast<float>(s - 32);
+    *scale = HalfToFloat(b.d) * static_cast<float>(s - 32);
   }
 };
 
@@ -437,13 +558,8 @@ template <>
 struct Decoder<NVFP4> {
   static constexpr int kGroup = 16;
   static constexpr bool kOffset = false;
-  // Unsigned E4M3; its NaN counts as 0.
-  JQ_DECODE float HalfOf(uint32_t e4m3) {
-    const uint32_t exponent = e4m3 >> 3 & 15, mantissa = e4m3 & 7;
-    if (e4m3 == 0x7f) return 0.0f;
-    if (exponent == 0) return static_cast<float>(mantissa) * 0x1p-10f;
-    return BitCast<float>((exponent + 119) << 23 | mantissa << 20);
-  }
+  // Unsigned E4M3; its NaN counts as 0. Seven bits in a float32's place are the value times 2^-120, subnormals too.
+  JQ_DECODE float HalfOf(uint32_t e4m3) { return e4m3 == 0x7f ? 0.0f : BitCast<float>((e4m3 & 127) << 20) * 0x1p119f; }
   JQ_DECODE void Group(const NVFP4& b, int g, int8_t* codes, float* scale, float*) {
     LookUp<8>(kValuesFP4, b.qs + 8 * g, codes);
     *scale = HalfOf(b.d[g]);
@@ -459,6 +575,25 @@ JQ_DECODE float LoadValue(const BF16& b) { return ToFloat(b.value); }
 template <typename F>
 constexpr bool kIsFloat = F::kBlock == 1;
 
+// values[j] = scale * codes[j] (+ offset)
+template <int kCount, bool kOffset>
+JQ_DECODE void Scale(const int8_t* codes, float scale, float offset, float* values) {
+#if defined(__AVX2__) && !defined(__CUDACC__)
+  const __m256 scales = _mm256_set1_ps(scale), offsets = _mm256_set1_ps(offset);
+  for (int j = 0; j < kCount; j += 8) {
+    const __m128i few = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + j));
+    __m256 product = _mm256_mul_ps(scales, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(few)));
+    if constexpr (kOffset) product = _mm256_add_ps(product, offsets);
+    _mm256_storeu_ps(values + j, product);
+  }
+#else
+  for (int j = 0; j < kCount; ++j) {
+    values[j] = scale * static_cast<float>(codes[j]);
+    if constexpr (kOffset) values[j] = values[j] + offset;
+  }
+#endif
+}
+
 // The kGroup values of group g.
 template <typename F>
 JQ_DECODE void DecodeValues(const F& block, int g, float* values) {
@@ -466,13 +601,7 @@ JQ_DECODE void DecodeValues(const F& block, int g, float* values) {
   int8_t codes[D::kGroup];
   float scale, offset = 0.0f;
   D::Group(block, g, codes, &scale, &offset);
-  // By sixteens, as most codes are written: a wider load would wait for two narrower stores.
-  for (int half = 0; half < D::kGroup; half += 16) {
-    for (int j = half; j < half + 16; ++j) {
-      values[j] = scale * static_cast<float>(codes[j]);
-      if constexpr (D::kOffset) values[j] = values[j] + offset;
-    }
-  }
+  Scale<D::kGroup, D::kOffset>(codes, scale, offset, values);
 }
 
 }  // namespace ggml
