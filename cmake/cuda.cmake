@@ -12,6 +12,10 @@ set(JAXQUANT_CUDA_SOURCES)
 foreach(operation IN LISTS JAXQUANT_OPERATIONS)
   list(APPEND JAXQUANT_CUDA_SOURCES ${CMAKE_SOURCE_DIR}/ffi/affine/${operation}/cuda.cu)
 endforeach()
+set(JAXQUANT_GGML_CUDA_SOURCES)
+foreach(operation codec linear quantize)
+  list(APPEND JAXQUANT_GGML_CUDA_SOURCES ${CMAKE_SOURCE_DIR}/ffi/ggml/${operation}/cuda.cu)
+endforeach()
 
 # A function of its own, for the variables of the search.
 function(jaxquant_find_nvcc result)
@@ -88,12 +92,18 @@ if(JAXQUANT_BUILD_CUDA)
 
   # Handlers are compiled by the host's compiler; nvcc never reads XLA's headers.
   add_library(jaxquant_cuda_kernels OBJECT ${JAXQUANT_CUDA_SOURCES})
-  target_include_directories(jaxquant_cuda_kernels PRIVATE ${CMAKE_SOURCE_DIR})
-  # The CPU's bits: nothing is contracted but by name, quotients are IEEE, subnormals count as zero as they do in XLA's
-  # CPU handlers.
-  target_compile_options(jaxquant_cuda_kernels PRIVATE
-                         $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false -prec-div=true -prec-sqrt=true -ftz=true>)
-  nanobind_add_module(_cuda NB_STATIC NOMINSIZE ffi/cuda_module.cc $<TARGET_OBJECTS:jaxquant_cuda_kernels>)
+  add_library(jaxquant_ggml_cuda_kernels OBJECT ${JAXQUANT_GGML_CUDA_SOURCES})
+  # The CPU's bits: nothing is contracted but by name, quotients are IEEE. Subnormals count as zero as they do in XLA's
+  # CPU handlers, but in the block formats as they do in ggml.
+  foreach(kernels jaxquant_cuda_kernels jaxquant_ggml_cuda_kernels)
+    target_include_directories(${kernels} PRIVATE ${CMAKE_SOURCE_DIR})
+    target_compile_options(${kernels} PRIVATE
+                           $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false -prec-div=true -prec-sqrt=true>)
+  endforeach()
+  target_compile_options(jaxquant_cuda_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-ftz=true>)
+  target_compile_options(jaxquant_ggml_cuda_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-ftz=false>)
+  nanobind_add_module(_cuda NB_STATIC NOMINSIZE ffi/cuda_module.cc $<TARGET_OBJECTS:jaxquant_cuda_kernels>
+                      $<TARGET_OBJECTS:jaxquant_ggml_cuda_kernels>)
   target_include_directories(_cuda PRIVATE ${CMAKE_SOURCE_DIR})
   target_include_directories(_cuda SYSTEM PRIVATE ${XLA_INCLUDE_DIR} ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   list(JOIN CMAKE_CUDA_ARCHITECTURES " " architectures)
@@ -106,12 +116,15 @@ if(JAXQUANT_EMULATION)
   find_package(Threads REQUIRED)
   # Through files of another name: in one build a source has one language, and the CUDA module wants nvcc for it.
   set(sources)
-  foreach(source IN LISTS JAXQUANT_CUDA_SOURCES)
+  foreach(source IN LISTS JAXQUANT_CUDA_SOURCES JAXQUANT_GGML_CUDA_SOURCES)
     get_filename_component(directory "${source}" DIRECTORY)
-    get_filename_component(operation "${directory}" NAME)
-    set(wrapper ${CMAKE_BINARY_DIR}/emulation/${operation}.cc)
+    file(RELATIVE_PATH name ${CMAKE_SOURCE_DIR}/ffi "${directory}")
+    set(wrapper ${CMAKE_BINARY_DIR}/emulation/${name}.cc)
     file(CONFIGURE OUTPUT ${wrapper} CONTENT "#include \"${source}\"\n" @ONLY)
     list(APPEND sources ${wrapper})
+    if(name MATCHES "^ggml/")
+      set_source_files_properties(${wrapper} PROPERTIES COMPILE_DEFINITIONS JQ_CUDA_FTZ=false)
+    endif()
   endforeach()
   nanobind_add_module(_cuda_emulation NB_STATIC NOMINSIZE ffi/cuda_emulation_module.cc ${sources})
   target_include_directories(_cuda_emulation PRIVATE ${CMAKE_SOURCE_DIR})

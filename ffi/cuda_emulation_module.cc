@@ -10,6 +10,7 @@
 
 #include "ffi/affine/cuda_launch.h"
 #include "ffi/cuda_platform.h"
+#include "ffi/ggml/cuda_platform.h"
 
 namespace nb = nanobind;
 
@@ -41,12 +42,15 @@ struct Host {
   static CudaStream Stream(NoStream) { return nullptr; }
 };
 using Emulated = CudaPlatform<Host>;
+using GgmlEmulated = ggml::CudaPlatform<Host>;
 
 nb::dict Registrations() {
   nb::dict targets;
-  ForEachTarget<Emulated>([&](const char* name, XLA_FFI_Handler* handler) {
+  const auto add = [&](const char* name, XLA_FFI_Handler* handler) {
     targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
-  });
+  };
+  ForEachTarget<Emulated>(add);
+  ggml::ForEachTarget<GgmlEmulated>(add);
   return targets;
 }
 
@@ -200,6 +204,58 @@ void Unpack(nb::handle packed, nb::handle codes_array, int bits) {
   Throw(UnpackOnCuda(p, nullptr));
 }
 
+// The block formats on bytes that begin anywhere. data: uint8 [rows, row_bytes]; ids: None, or int32 [result rows].
+void GgmlDequantize(int type_id, nb::handle data_array, nb::handle ids, nb::handle out_array) {
+  const Array data = Read(data_array), out = Read(out_array);
+  ggml::DequantizeArguments a{};
+  Throw(ggml::FindFormat("ggml_dequantize", type_id, &a.size));
+  a.type_id = type_id;
+  a.rows = out.shape.at(0);
+  a.k = out.shape.at(1);
+  a.data = static_cast<const uint8_t*>(data.data);
+  a.data_rows = data.shape.at(0);
+  if (!ids.is_none()) {
+    a.ids = reinterpret_cast<const int32_t*>(nb::cast<uintptr_t>(ids.attr("ctypes").attr("data")));
+  }
+  a.out = out.data;
+  a.out_type = out.type;
+  Throw(GgmlEmulated::Dequantize(NoStream{}, a));
+}
+
+// x: float32 [rows, k]; imatrix: None, or float32 [1 or rows, k].
+void GgmlQuantize(int type_id, nb::handle x_array, nb::handle imatrix_array, nb::handle out) {
+  const Array x = Read(x_array), imatrix = Read(imatrix_array);
+  ggml::QuantizeArguments a{};
+  Throw(ggml::FindFormat("ggml_quantize", type_id, &a.size));
+  a.type_id = type_id;
+  a.rows = x.shape.at(0);
+  a.k = x.shape.at(1);
+  a.x = static_cast<const float*>(x.data);
+  a.data = static_cast<uint8_t*>(Read(out).data);
+  if (imatrix.data != nullptr) {
+    a.imatrix = static_cast<const float*>(imatrix.data);
+    a.leading = 1;
+    a.dims[0] = a.rows;
+    a.imatrix_stride[0] = imatrix.shape.at(0) == 1 ? 0 : a.k;
+  }
+  Throw(GgmlEmulated::Quantize(NoStream{}, a));
+}
+
+// uint8 [matrices, n, row_bytes]
+void GgmlArrange(int type_id, nb::handle data_array, bool prepare, nb::handle out) {
+  const Array data = Read(data_array);
+  ggml::ArrangeArguments a{};
+  Throw(ggml::FindFormat("ggml_prepare", type_id, &a.size));
+  a.type_id = type_id;
+  a.matrices = data.shape.at(0);
+  a.n = data.shape.at(1);
+  a.k = data.shape.at(2) / a.size.bytes * a.size.block;
+  a.prepare = prepare;
+  a.in = static_cast<const uint8_t*>(data.data);
+  a.out = static_cast<uint8_t*>(Read(out).data);
+  Throw(GgmlEmulated::Arrange(NoStream{}, a));
+}
+
 }  // namespace
 }  // namespace jq
 
@@ -215,4 +271,9 @@ NB_MODULE(_cuda_emulation, m) {
         nb::arg("qmin"), nb::arg("qmax"));
   m.def("pack", &jq::Pack);
   m.def("unpack", &jq::Unpack);
+  m.def("ggml_dequantize", &jq::GgmlDequantize, nb::arg("type_id"), nb::arg("data"), nb::arg("ids").none(),
+        nb::arg("out"));
+  m.def("ggml_quantize", &jq::GgmlQuantize, nb::arg("type_id"), nb::arg("x"), nb::arg("imatrix").none(),
+        nb::arg("out"));
+  m.def("ggml_arrange", &jq::GgmlArrange);
 }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "ffi/cuda_platform.h"
+#include "ffi/ggml/cuda_platform.h"
 
 namespace nb = nanobind;
 
@@ -22,8 +23,9 @@ struct Device {
   static cudaStream_t Stream(Context stream) { return stream; }
 };
 using Cuda = CudaPlatform<Device>;
+using GgmlCuda = ggml::CudaPlatform<Device>;
 
-constexpr int kTargets = 8;
+constexpr int kTargets = 16;
 // In the order of ForEachTarget: what an initialize handler loads. It is given no attribute to know itself by.
 const char* target_names[kTargets];
 
@@ -36,6 +38,7 @@ ffi::Error Load() {
   const bool known = cudaGetDevice(&device) == cudaSuccess && device >= 0 && device < kDevices;
   if (known && loaded[device]) return ffi::Error::Success();
   ffi::Error error = Cuda::Load(target_names[index]);
+  if (error.success()) error = GgmlCuda::Load(target_names[index]);
   if (known && error.success()) loaded[device] = true;
   return error;
 }
@@ -62,14 +65,16 @@ nb::capsule Capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_c
 nb::dict Registrations() {
   nb::dict targets;
   int count = 0;
-  ForEachTarget<Cuda>([&](const char* name, XLA_FFI_Handler* handler) {
+  const auto add = [&](const char* name, XLA_FFI_Handler* handler) {
     if (count == kTargets) throw std::logic_error("kTargets is too small");
     nb::dict stages;
     stages["initialize"] = Capsule(InitializeHandlerAt(count, std::make_integer_sequence<int, kTargets>()));
     stages["execute"] = Capsule(handler);
     targets[name] = stages;
     target_names[count++] = name;
-  });
+  };
+  ForEachTarget<Cuda>(add);
+  ggml::ForEachTarget<GgmlCuda>(add);
   return targets;
 }
 

@@ -20,6 +20,7 @@ import numpy as np
 
 import jaxquant
 from jaxquant._core import ffi, primitive
+from jaxquant.ggml import conformance as ggml_conformance
 
 __all__ = ["ConformanceError", "Report", "conformance", "emulation_available"]
 
@@ -64,7 +65,8 @@ def conformance(implementation: str | None = None) -> Report:
 
     Values, codes and dx must agree in every bit (NaN with NaN); sums within the bound stated in `Report`. Among the
     cases are rounding ties, both ends of the range, infinities, NaN, sizes that are no multiple of a vector, every way
-    to share scales, every float dtype (float64 where x64 is enabled), vmap and empty arrays.
+    to share scales, every float dtype (float64 where x64 is enabled), vmap and empty arrays; and every block format, by
+    bits where the contract promises them and by normalised mean squared errors for products.
 
     Args:
       implementation: None, "ffi" or "xla", as for the operations. The "xla" reference is IEEE-exact on CPU only: on GPU
@@ -81,6 +83,7 @@ def conformance(implementation: str | None = None) -> Report:
         judge.run(case)
     judge.packing()
     judge.empty()
+    ggml_conformance.check(judge.bits, judge.close, implementation)
     if judge.failures:
         shown = "\n".join(f"  {failure}" for failure in judge.failures[:20])
         raise ConformanceError(f"conformance: {len(judge.failures)} comparisons failed on {judge.platform}:\n{shown}")
@@ -326,6 +329,17 @@ class _Judge:
         if jnp.issubdtype(expected.dtype, jnp.floating):
             same = (same & (np.signbit(actual) == np.signbit(expected))) | (np.isnan(actual) & np.isnan(expected))
         self.refuse(name, same, actual, expected)
+
+    def close(self, operation: str, name: str, actual: Any, expected: np.ndarray, most: float) -> None:
+        """By the normalised mean squared error."""
+        self.cases[operation] += 1
+        actual = np.asarray(actual, np.float64)
+        if actual.shape != expected.shape:
+            self.failures.append(f"{operation}, {name}: expected shape {expected.shape}, got {actual.shape}")
+            return
+        error = np.square(actual - expected).sum() / np.square(expected).sum()
+        if not error <= most:
+            self.failures.append(f"{operation}, {name}: expected an error of at most {most}, got {error}")
 
     def sums(self, operation: str, name: str, actual: Any, expected: _Sum) -> None:
         self.cases[operation] += 1

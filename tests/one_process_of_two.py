@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import collectives
 
 import jaxquant
+from jaxquant import ggml
 
 
 def main(port, process):
@@ -53,7 +54,32 @@ def main(port, process):
     for actual, wanted in ((dscale, expected.dscale), (dzero_point, expected.dzero_point)):
         assert actual.is_fully_replicated
         oracle.assert_same_sum(actual.addressable_data(0), wanted, np.float32, exact=False)
+    check_products(mesh, place)
     print("done", jax.process_index())
+
+
+def check_products(mesh, place):
+    """A quantised matrix cut along its columns, in whole blocks: one all-reduce; its gradient needs none."""
+    x, dy = (np.random.default_rng(1).normal(size=shape).astype(np.float32) for shape in ((6, 256), (6, 9)))
+    w = ggml.quantize(np.random.default_rng(2).normal(size=(9, 256)).astype(np.float32), "Q8_0")
+    values, data = np.asarray(w.dequantize()), np.asarray(w.data)
+    columns, whole = NamedSharding(mesh, P(None, "a")), NamedSharding(mesh, P())
+    operands = place(x, columns), ggml.QTensor(place(data, columns), "Q8_0"), place(dy, whole)
+
+    @jax.jit
+    def product(x, w):
+        return ggml.linear(x, w, lhs_qtype=None)
+
+    @jax.jit
+    def gradient(x, w, dy):
+        return jax.vjp(lambda x: ggml.linear(x, w), x)[1](dy)[0]
+
+    y, dx = product(*operands[:2]), gradient(*operands)
+    assert collectives(product, *operands[:2]) == {"all-reduce": 1}
+    assert collectives(gradient, *operands) == {}
+    np.testing.assert_allclose(y.addressable_data(0), x @ values.T, rtol=1e-4, atol=1e-4)
+    for shard in dx.addressable_shards:
+        np.testing.assert_allclose(shard.data, (dy @ values)[shard.index], rtol=1e-4, atol=1e-4)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""One set of bits for every instruction set and thread count: each variant is a fresh process over output_hashes.py."""
+"""One set of bits for every instruction set and thread count: each variant is a fresh process over a script that
+prints hashes of all outputs, of the affine half or of the block formats."""
 
 import functools
 import json
@@ -10,7 +11,7 @@ import sys
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parent / "output_hashes.py"
+SCRIPTS = ("output_hashes.py", "ggml_output_hashes.py")
 
 
 @functools.cache
@@ -20,11 +21,11 @@ def cpu_flags():
 
 
 @functools.cache
-def hashes(isa=None, cpus=None):
+def hashes(script, isa=None, cpus=None):
     environment = {name: value for name, value in os.environ.items() if name not in ("JAXQUANT_ISA", "XLA_FLAGS")}
     if isa is not None:
         environment["JAXQUANT_ISA"] = isa
-    command = [sys.executable, str(SCRIPT)]
+    command = [sys.executable, str(pathlib.Path(__file__).parent / script)]
     if cpus is not None:
         command = ["taskset", "-c", cpus, *command]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -44,14 +45,16 @@ pytestmark = pytest.mark.xdist_group("machines")
 NEEDED = {"portable": set(), "v2": {"sse4_2"}, "v3": {"avx2", "fma", "f16c"}, "v4": {"avx512f", "avx512bw", "avx512vl"}}
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("isa", NEEDED)
-def test_instruction_sets(isa):
+def test_instruction_sets(isa, script):
     if not NEEDED[isa] <= cpu_flags():
         pytest.skip(f"this CPU has no x86-64-{isa}")
-    assert_equal_hashes(hashes(isa), hashes())
+    assert_equal_hashes(hashes(script, isa), hashes(script))
 
 
 @pytest.mark.skipif(shutil.which("taskset") is None, reason="taskset is missing")
-def test_one_thread():
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_one_thread(script):
     cpu = str(min(os.sched_getaffinity(0)))
-    assert_equal_hashes(hashes(cpus=cpu), hashes())
+    assert_equal_hashes(hashes(script, cpus=cpu), hashes(script))

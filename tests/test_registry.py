@@ -37,8 +37,10 @@ def test_operations_registrations_and_handlers_are_one_list():
     """A Python operation without a handler, or a handler that nothing calls, shows here."""
     compiled = set(ffi.module("cpu").registrations())
     assert compiled == NAMES == set(ffi.registered()["cpu"])
-    source = (ROOT / "ffi" / "affine" / "handlers.h").read_text()
-    listed = re.findall(r'^  f\("(\w+)"', source[source.index("void ForEachTarget") :], re.MULTILINE)
+    listed = []
+    for family in ("affine", "ggml"):
+        source = (ROOT / "ffi" / family / "handlers.h").read_text()
+        listed += re.findall(r'^  f\("(\w+)"', source[source.index("void ForEachTarget") :], re.MULTILINE)
     assert sorted(listed) == sorted(NAMES)
 
 
@@ -50,21 +52,29 @@ def test_the_cuda_modules_hold_the_same_list():
 
 @pytest.mark.smoke
 def test_one_word_leads_from_python_to_the_kernel():
-    """fake_quantize: the file, the primitive, the target and the folder have one name."""
+    """fake_quantize: the file, the primitive, the target and the folder have one name. The block formats' primitives
+    live in two files, and their names say the family."""
     folders = {path.parent.name for path in (ROOT / "ffi" / "affine").glob("*/math.h")}
     for name, (operation, bound) in primitive.OPERATIONS.items():
         assert operation.name == name
         assert bound.name.removeprefix("jaxquant_") == name
+        assert ffi.target(name, "cpu", None) == f"jaxquant_{name}"
+        if name.startswith("ggml_"):
+            products = "linear" in name
+            home = importlib.import_module(f"jaxquant.ggml.{'products' if products else 'codec'}")
+            assert getattr(home, f"{name}_p") is bound
+            continue
         module = "packing" if name in ("pack", "unpack") else name.removesuffix("_gradient")
         assert getattr(importlib.import_module(f"jaxquant.affine.{module}"), f"{name}_p") is bound
         assert module in folders
-        assert ffi.target(name, "cpu", None) == f"jaxquant_{name}"
 
 
 def test_every_operation_can_be_differentiated():
     from jax.interpreters import ad
 
-    for name, (_, bound) in primitive.OPERATIONS.items():
+    for name, (operation, bound) in primitive.OPERATIONS.items():
+        if operation.dtypes == ("uint8",):
+            continue  # bytes have no tangents
         assert bound in ad.primitive_jvps, name
         assert not name.endswith("_gradient") or bound in ad.primitive_transposes, name
 

@@ -3,12 +3,15 @@
 
     python tools/cuda_report.py [--arch 90]... [--ptx] [--objects build/cuda] [--jobs 2]
 
-Compiles ffi/affine/*/cuda.cu for each architecture (and, with --ptx, for the PTX that ships), disassembles, and walks
+Compiles ffi/*/*/cuda.cu for each architecture (and, with --ptx, for the PTX that ships), disassembles, and walks
 the loops that move 16 bytes at a time. Fails when one of a kernel on float32, float16 or bfloat16
 
   - moves fewer than 16 bytes a load, or a store, on the side of its wider type,
   - goes through a call (the compiler's division has one; it must be outside the hot loop),
   - touches local memory, anywhere in the kernel: spilled registers.
+
+The same holds for the dequantisation of block formats, with loads of 8 bytes where 1024 values are no multiple of 16
+bytes (the path shown writes float32). Their quantisers keep blocks in local memory; registers and stacks are listed.
 
 For the table: instructions of a loop per element, and the fraction of the memory bandwidth of an H200 that is left if
 every scheduler issues an instruction each cycle. Registers tell how many threads fit (65536 a multiprocessor).
@@ -29,11 +32,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SOURCES = sorted(ROOT.glob("ffi/affine/*/cuda.cu"))
+SOURCES = sorted(ROOT.glob("ffi/*/*/cuda.cu"))
 # As in cmake/cuda.cmake.
-FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=true", f"-I{ROOT}"]
+FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", f"-I{ROOT}"]
+FLUSH = {"affine": "-ftz=true", "ggml": "-ftz=false"}
 
 # An H200: copy bandwidth as measured, and lane instructions a second.
 BANDWIDTH = 4.3e12
@@ -80,6 +85,7 @@ class Kernel:
     arguments: list[str]
     code: list[Instruction]
     registers: int
+    stack: int
     label: str
 
     @property
@@ -118,7 +124,10 @@ def read_kernels(object_file: pathlib.Path, arch: str, tools: dict[str, str]) ->
         command = [tools["cuobjdump"], option, "-arch", f"sm_{arch}", str(object_file)]
         return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
 
-    usage = dict(re.findall(r"Function (\S+):\s+REG:(\d+)", dump("-res-usage")))
+    usage = {
+        name: (int(registers), int(stack))
+        for name, registers, stack in re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)", dump("-res-usage"))
+    }
     code: dict[str, list[Instruction]] = {}
     lines: list[Instruction] = []
     for line in dump("-sass").splitlines():
@@ -136,13 +145,13 @@ def read_kernels(object_file: pathlib.Path, arch: str, tools: dict[str, str]) ->
     names = subprocess.run(["c++filt"], input="\n".join(code), check=True, capture_output=True, text=True).stdout
     kernels = []
     for mangled, name in zip(code, names.splitlines(), strict=True):
-        name = name.replace("jq::", "").replace("(anonymous namespace)::", "").replace("> >", ">>")
+        name = re.sub(r"jq::|ggml::|\(anonymous namespace\)::", "", name).replace("> >", ">>")
         found = re.match(r"(?:void )?(\w+)<(.*?)>\((?!.*\)<)", name)
         if not found:
             continue
         arguments = template_arguments(found[2])
         label = ", ".join(arguments).replace("ValueOf<", "value<").replace("GradientOf<", "gradient<")
-        kernels.append(Kernel(found[1], arguments, code[mangled], int(usage[mangled]), f"{found[1]}<{label}>"))
+        kernels.append(Kernel(found[1], arguments, code[mangled], *usage[mangled], f"{found[1]}<{label}>"))
     return kernels
 
 
@@ -177,10 +186,12 @@ def wide(instruction: Instruction) -> bool:
     return moves_elements(instruction) and (".128" in instruction.opcode or ".256" in instruction.opcode)
 
 
-def best_path(code: list[Instruction], first: int, last: int) -> Path:
-    """From code[first] to code[last], forward branches only."""
+def best_path(
+    code: list[Instruction], first: int, last: int, counts: Callable[[Instruction], bool] = moves_elements
+) -> Path:
+    """From code[first] to code[last], forward branches only: what counts most, in the fewest instructions."""
     index = {instruction.address: i for i, instruction in enumerate(code)}
-    best: dict[int, tuple[int, int]] = {last: (moves_elements(code[last]), -1)}
+    best: dict[int, tuple[int, int]] = {last: (counts(code[last]), -1)}
     following: dict[int, int] = {}
     for i in range(last - 1, first - 1, -1):
         instruction = code[i]
@@ -196,7 +207,7 @@ def best_path(code: list[Instruction], first: int, last: int) -> Path:
             continue
         following[i] = max(ways, key=lambda way: best[way])
         accesses, negative_length = best[following[i]]
-        best[i] = (accesses + moves_elements(instruction), negative_length - 1)
+        best[i] = (accesses + counts(instruction), negative_length - 1)
     path, i = [], first
     while i in best:
         path.append(code[i])
@@ -282,10 +293,74 @@ def examine(kernel: Kernel) -> tuple[list[str], list[str]]:
     return rows, [f"{kernel.label}: {text}" for text in wrong]
 
 
+# ---- Block formats
+
+TILE = 1024  # values of a warp, 32 of each thread: ffi/ggml/codec/cuda.cu
+
+
+def block_formats() -> dict[str, tuple[int, int]]:
+    """Name -> values and bytes of a block."""
+    text = (ROOT / "ffi/ggml/formats.h").read_text()
+    values = dict(re.findall(r"struct (\w+) {\s+static constexpr int kId = \d+, kBlock = (\w+);", text))
+    sizes = {"F32": 4, "F16": 2, "BF16": 2} | {n: int(b) for n, b in re.findall(r"sizeof\((\w+)\) == (\d+)", text)}
+    return {name: (256 if count == "kSuper" else int(count), sizes[name]) for name, count in values.items()}
+
+
+def works(instruction: Instruction) -> bool:
+    """What the way of a whole, aligned tile to float32 has most of."""
+    if instruction.opcode.startswith(("LDG", "STG", "LD.E", "ST.E", "LDS", "STS")):
+        return bool({"64", "128", "256"} & set(instruction.opcode.split(".")))
+    return instruction.opcode.startswith(("FMUL", "I2F"))
+
+
+def examine_blocks(kernel: Kernel, formats: dict[str, tuple[int, int]]) -> tuple[list[str], list[str]]:
+    if kernel.name == "QuantizeKernel":
+        return [f"{kernel.label:<66} {f'stack {kernel.stack}':<14} {kernel.registers:>4}"], []
+    values, size = formats[kernel.arguments[0]]
+    wrong = []
+    if kernel.stack or any(i.opcode.startswith(("LDL", "STL")) for i in kernel.code):
+        wrong.append("uses local memory")
+    index = {instruction.address: i for i, instruction in enumerate(kernel.code)}
+    spans = [
+        (index[i.target], index[i.address])
+        for i in kernel.code
+        if i.target is not None and not i.calls and i.target < i.address
+    ]
+    path = best_path(kernel.code, *max(spans, key=lambda span: span[1] - span[0]), works)
+    # Ids and tables are read in other pieces.
+    loads = [n for n in path.accesses("LDG") if n >= 8]
+    stores = path.accesses("STG")
+    wide = 16 if TILE // values * size % 16 == 0 else 8
+    if sum(loads) * 32 < TILE // values * size or min(loads, default=0) < wide:
+        wrong.append(f"loads of {loads} bytes, expected {wide} for each")
+    if stores != [16] * 8:
+        wrong.append(f"stores of {stores} bytes, expected 16 for each")
+    if path.calls:
+        wrong.append(f"{path.calls} calls")
+    each, moved = len(path.instructions) / 32, size / values + 4
+    by_memory, by_issue = BANDWIDTH / moved, ISSUE_RATE / each
+    row = (
+        f"{kernel.label:<66} {'to float32':<14} {kernel.registers:>4} {wide:>5} {16:>6} {32:>5} {each:>7.1f} "
+        f"{moved:>6.2f} {by_memory / by_issue:>6.0%} {min(1.0, by_issue / by_memory) * BANDWIDTH / 1e12:>6.2f}"
+    )
+    return [row], [f"{kernel.label}: {text}" for text in wrong]
+
+
 def compile_object(source: pathlib.Path, arch: str, ptx: bool, folder: pathlib.Path, nvcc: str) -> pathlib.Path:
-    target = folder / f"{source.parent.name}_{arch}.o"
+    family, operation = source.parts[-3:-1]
+    target = folder / f"{family}_{operation}_{arch}.o"
     code = f"[sm_{arch},compute_{arch}]" if ptx else f"sm_{arch}"
-    command = [nvcc, *FLAGS, "-gencode", f"arch=compute_{arch},code={code}", "-c", str(source), "-o", str(target)]
+    command = [
+        nvcc,
+        *FLAGS,
+        FLUSH[family],
+        "-gencode",
+        f"arch=compute_{arch},code={code}",
+        "-c",
+        str(source),
+        "-o",
+        str(target),
+    ]
     subprocess.run(command, check=True)
     return target
 
@@ -317,17 +392,17 @@ def main() -> int:
                     jobs,
                 )
                 objects = list(zip(files, (arch for _, arch in jobs), strict=True))
-        wrong = []
+        wrong, formats = [], block_formats()
         for arch in archs:
             kernels = [k for file, its in objects if its == arch for k in read_kernels(file, arch, tools)]
-            kernels = [k for k in kernels if k.name in LOOPS]
+            kernels = [k for k in kernels if k.name in LOOPS or k.name in ("DequantizeKernel", "QuantizeKernel")]
             if not kernels:
                 wrong.append(f"sm_{arch}: no machine code")
                 continue
             print(f"\nsm_{arch}: {len(kernels)} kernels")
             print(f"{'kernel':<66} {'loop':<14} regs loads stores  each ins/elt  bytes  issue   TB/s")
             for kernel in sorted(kernels, key=lambda k: k.label):
-                rows, problems = examine(kernel)
+                rows, problems = examine(kernel) if kernel.name in LOOPS else examine_blocks(kernel, formats)
                 print("\n".join(rows))
                 wrong += [f"sm_{arch}: {problem}" for problem in problems]
     print(

@@ -10,7 +10,8 @@
 //   - Every thread of a block must reach every __syncthreads(). Every lane that a mask names must exist and arrive at
 //     the same function with the same mask. Otherwise the launch fails: cudaGetLastError() returns an error, and
 //     cudaGetErrorString() of it says who waits for whom. Nothing hangs but a loop that waits for memory to change.
-//   - Subnormals count as zero, as with nvcc -ftz=true (here in double as well).
+//   - Subnormals count as zero, as with nvcc -ftz=true (here in double as well), unless the source is compiled with
+//     -DJQ_CUDA_FTZ=false.
 //   - Launches are synchronous. __shared__ is left undefined: a static variable would escape the poisoning.
 #pragma once
 
@@ -53,18 +54,20 @@ inline thread_local cudaError_t last_error = cudaSuccess;  // until somebody ask
 inline thread_local cudaError_t described_error = cudaSuccess;
 inline thread_local std::string last_message;
 
-// Sets flush-to-zero and denormals-are-zero, restores the mode at the end.
+// Sets or clears flush-to-zero and denormals-are-zero, restores the mode at the end.
 class SubnormalsAsZero {
 #if defined(__x86_64__)
  public:
-  SubnormalsAsZero() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  explicit SubnormalsAsZero(bool flush) : saved_(_mm_getcsr()) {
+    _mm_setcsr(flush ? saved_ | 0x8040 : saved_ & ~0x8040u);
+  }
   ~SubnormalsAsZero() { _mm_setcsr(saved_); }
 
  private:
   const unsigned saved_;
 #else
  public:
-  SubnormalsAsZero() {}  // results with subnormals are promised nowhere
+  explicit SubnormalsAsZero(bool) {}  // results with subnormals are promised nowhere
 #endif
 };
 
@@ -139,7 +142,7 @@ inline void CheckConfiguration(Launch* launch, size_t shared_limit) {
 // Runs all blocks; the calling thread takes its share.
 inline void RunGrid(Launch* launch) {
   const auto run_blocks = [launch] {
-    SubnormalsAsZero mode;
+    const SubnormalsAsZero mode(launch->flushes_subnormals);
     std::unique_ptr<Worker> worker = WorkerPool::Instance().Take();
     worker->Run(launch);
     // After a failure there are threads on its stacks that will never end.
@@ -184,8 +187,8 @@ struct PreparedLaunch {
 };
 template <typename... Parameters>
 PreparedLaunch<Parameters...> Prepare(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block,
-                                      size_t shared_bytes, cudaStream_t) {
-  return {{name, grid, block, shared_bytes}, kernel};
+                                      size_t shared_bytes, cudaStream_t, bool flushes_subnormals) {
+  return {{name, grid, block, shared_bytes, flushes_subnormals}, kernel};
 }
 
 template <typename Array>

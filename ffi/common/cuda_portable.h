@@ -33,6 +33,11 @@ struct SharedArray<T, kSize, kSizes...> {
 
 #include "ffi/common/cuda_on_host.h"
 
+// As nvcc's -ftz, for the kernels of a source.
+#if !defined(JQ_CUDA_FTZ)
+#define JQ_CUDA_FTZ true
+#endif
+
 #define JQ_SHARED(T, name, ...)                                                                      \
   static const char name##_identity = 0; /* one address for each variable of each kernel instance */ \
   auto& name = ::jq::cuda_on_host::SharedVariable<typename ::jq::SharedArray<T, __VA_ARGS__>::Type>(&name##_identity)
@@ -40,7 +45,7 @@ struct SharedArray<T, kSize, kSizes...> {
 #define JQ_DYNAMIC_SHARED(T, name) T* const name = static_cast<T*>(::jq::cuda_on_host::DynamicShared())
 
 #define JQ_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-  ::jq::cuda_on_host::Prepare(#kernel, kernel, grid, block, shared_bytes, stream)(__VA_ARGS__)
+  ::jq::cuda_on_host::Prepare(#kernel, kernel, grid, block, shared_bytes, stream, JQ_CUDA_FTZ)(__VA_ARGS__)
 
 #else
 

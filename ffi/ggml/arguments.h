@@ -26,7 +26,7 @@ struct QuantizeArguments {
   int leading;
   int64_t dims[kMaxLeading], imatrix_stride[kMaxLeading];
 
-  const float* ImatrixOf(int64_t row) const {
+  JQ_HOST_DEVICE const float* ImatrixOf(int64_t row) const {
     if (imatrix == nullptr) return nullptr;
     int64_t at = 0;
     for (int d = leading - 1; d >= 0; --d) {
@@ -74,7 +74,16 @@ struct ProductArguments {
   const int32_t* ids;
   int64_t slots;
   void* out;
+  void* scratch;  // ProductScratchBytes() of them; the CPU has its own
 };
+
+// Bytes of the second result of a product, memory for its kernels alone: of 32 quantised activations 32 codes and 16
+// bytes for their scale and sums; for the lists of a product with ids, four words for each id and each expert's end.
+// jaxquant/ggml/products.py says the same.
+constexpr int64_t ProductScratchBytes(const ProductArguments& a) {
+  const int64_t activations = a.int8_lhs ? a.x_batch * a.tokens * (a.k / 32) * 48 : 0;
+  return activations + (a.ids == nullptr ? 0 : 16 * (a.tokens * a.slots + a.experts + 1));
+}
 
 }  // namespace ggml
 }  // namespace jq

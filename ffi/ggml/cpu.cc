@@ -6,6 +6,11 @@
 #include "ffi/ggml/linear/kernels.h"
 
 namespace jq {
+namespace ggml {
+namespace JQ_LINEAR_ISA {
+extern const LinearKernels linear_kernels;
+}
+}  // namespace ggml
 namespace JQ_ISA {
 namespace {
 
@@ -63,7 +68,7 @@ CpuKernels::Dequantize DequantizerOf(int type_id, DType out) {
 }  // namespace
 
 extern const ggml::CpuKernels ggml_kernels;
-const ggml::CpuKernels ggml_kernels = {DequantizerOf, QuantizerOf, &ggml::JQ_ISA::linear_kernels};
+const ggml::CpuKernels ggml_kernels = {DequantizerOf, QuantizerOf, &ggml::JQ_LINEAR_ISA::linear_kernels};
 
 }  // namespace JQ_ISA
 }  // namespace jq

@@ -24,6 +24,21 @@ namespace ggml {
 
 inline const CpuKernels& KernelsHere() { return *CpuKernelsHere().ggml; }
 
+#if defined(JQ_X86_LEVELS)
+namespace vnni {
+extern const LinearKernels linear_kernels;
+}
+#endif
+
+// Products have a level of their own beyond v4, whose bits are the same.
+inline const LinearKernels& LinearKernelsHere() {
+#if defined(JQ_X86_LEVELS)
+  static const bool has_vnni = std::strcmp(CpuKernelsHere().isa, "v4") == 0 && __builtin_cpu_supports("avx512vnni");
+  if (has_vnni) return vnni::linear_kernels;
+#endif
+  return *KernelsHere().linear;
+}
+
 // Rows [begin, end), which share their imatrix. Null, or what was wrong.
 inline const char* QuantizeRowsOnCpu(const QuantizeArguments& a, QuantizeRows quantize, int64_t begin, int64_t end) {
   const float* x = a.x + begin * a.k;
@@ -119,7 +134,7 @@ struct Cpu {
       return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                         "ggml_linear: no memory for " + std::to_string(scratch_bytes) + " bytes of activations.");
     }
-    const LinearKernels& kernels = *KernelsHere().linear;
+    const LinearKernels& kernels = LinearKernelsHere();
     if (scratch_bytes != 0) {
       ParallelFor(pool, g.x_rows, std::max<int64_t>(1, (1 << 14) / a.k), [&](int64_t begin, int64_t end) {
         const IeeeMode plain;
@@ -140,7 +155,7 @@ struct Cpu {
     const Plan plan = PlanGradient(g, pool.num_threads());
     ParallelFor(pool, plan.units, 1, [&](int64_t begin, int64_t end) {
       const IeeeMode plain;
-      KernelsHere().linear->gradient(g, plan, begin, end);
+      LinearKernelsHere().gradient(g, plan, begin, end);
     });
     return ffi::Error::Success();
   }

@@ -32,7 +32,7 @@ namespace ggml {
 
 template <int kCount, int kDims>
 struct Points {
-  int8_t at[kCount][kDims];
+  alignas(kDims) int8_t at[kCount][kDims];
 };
 
 // value(code) of each coordinate.
@@ -84,9 +84,49 @@ JQ_DECODE float HalfToFloat(Float16 half) {
 #endif
 }
 
-// ---- Steps on bytes, eight or sixteen at once. A host compiler would not find the vectors by itself.
+// ---- Steps on bytes, eight or sixteen at once. Compilers would not find the vectors by themselves.
 
-#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(JQ_CUDA_ON_HOST)
+// A device has instructions for the four bytes of a register.
+template <int kBytes>
+struct Bytes {
+  uint32_t words[kBytes / 4];
+};
+template <int kBytes>
+JQ_DECODE Bytes<kBytes> Spread(int value) {
+  Bytes<kBytes> bytes;
+  for (int j = 0; j < kBytes / 4; ++j) bytes.words[j] = static_cast<uint8_t>(value) * 0x01010101u;
+  return bytes;
+}
+JQ_DECODE uint32_t MultiplyBytes(uint32_t x, uint32_t y) {
+  uint32_t product = 0;
+  for (int j = 0; j < 32; j += 8) product |= ((x >> j & 255) * (y >> j & 255) & 255) << j;
+  return product;
+}
+#define JQ_BYTES_OPERATOR(op, expression)                                 \
+  template <int kBytes>                                                   \
+  JQ_DECODE Bytes<kBytes> operator op(Bytes<kBytes> a, Bytes<kBytes> b) { \
+    for (int j = 0; j < kBytes / 4; ++j) {                                \
+      const uint32_t x = a.words[j], y = b.words[j];                      \
+      a.words[j] = expression;                                            \
+    }                                                                     \
+    return a;                                                             \
+  }
+JQ_BYTES_OPERATOR(&, x& y)
+JQ_BYTES_OPERATOR(|, x | y)
+JQ_BYTES_OPERATOR(^, x ^ y)
+JQ_BYTES_OPERATOR(+, __vadd4(x, y))
+JQ_BYTES_OPERATOR(-, __vsub4(x, y))
+JQ_BYTES_OPERATOR(*, MultiplyBytes(x, y))
+JQ_BYTES_OPERATOR(==, __vcmpeq4(x, y))
+JQ_BYTES_OPERATOR(>=, __vcmpgeu4(x, y))
+#undef JQ_BYTES_OPERATOR
+template <int kBytes>
+JQ_DECODE Bytes<kBytes> operator>>(Bytes<kBytes> a, int bits) {
+  for (int j = 0; j < kBytes / 4; ++j) a.words[j] = a.words[j] >> bits & 0x01010101u * (255u >> bits);
+  return a;
+}
+#elif defined(__GNUC__) && !defined(__clang__)
 #define JQ_BYTE_VECTORS
 template <int kBytes>
 using Bytes __attribute__((vector_size(kBytes))) = uint8_t;
@@ -291,8 +331,7 @@ struct Decoder<TQ1_0> {
   // Digit n of bytes, which hold fractions of 3^5 in 256ths: the most significant digit first. What is left of a
   // fraction, tripled, carries the next digit over 256.
   JQ_DECODE Bytes<16> Digits(Bytes<16> fractions, int n) {
-    const int powers[5] = {1, 3, 9, 27, 81};
-    const Bytes<16> left = fractions * Spread<16>(powers[n]);
+    const Bytes<16> left = fractions * Spread<16>(kPowersOf3[n]);
     // 0 less two masks of -1
     const Bytes<16> first = (Bytes<16>)(left >= Spread<16>(86)), second = (Bytes<16>)(left >= Spread<16>(171));
     return Spread<16>(-1) - first - second;

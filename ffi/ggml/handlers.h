@@ -2,7 +2,7 @@
 // arguments to Platform, which launches.
 //
 // Rows of values and rows of blocks are last axes; formats and layouts come as attributes. Python has checked what it
-// can see; everything is checked again here.
+// can see; everything is checked again here. Products have a second result, memory for their kernels alone.
 #pragma once
 
 #include <cstdint>
@@ -45,10 +45,11 @@ class Handlers {
     a.type_id = static_cast<int>(format);
     a.x = static_cast<const float*>(x.untyped_data());
     a.data = static_cast<uint8_t*>(data->untyped_data());
-    if (imatrix.dimensions().size() == x.dimensions().size()) {
+    if (imatrix.element_count() != 0) {
+      if (imatrix.dimensions().size() != x.dimensions().size()) {
+        return Refuse(name, "imatrix", "x's rank, or no elements", Shape(imatrix));
+      }
       JQ_RETURN_IF_ERROR(ReadImatrix(name, x, imatrix, &a));
-    } else if (imatrix.element_count() != 0) {
-      return Refuse(name, "imatrix", "x's rank, or no elements", Shape(imatrix));
     }
     return a.rows == 0 || a.k == 0 ? ffi::Error::Success() : Platform::Quantize(context, a);
   }
@@ -112,7 +113,8 @@ class Handlers {
   }
 
   // (x [b or 1, m, k], w [b, n, row_bytes]) -> out [b, m, n]; int8: activations are quantised.
-  static ffi::Error Linear(Context context, Any x, Any w, Result out, int64_t format, int64_t prepared, int64_t int8) {
+  static ffi::Error Linear(Context context, Any x, Any w, Result out, Result scratch, int64_t format, int64_t prepared,
+                           int64_t int8) {
     const char* name = "ggml_linear";
     ProductArguments a{};
     JQ_RETURN_IF_ERROR(ReadWeight(name, w, format, prepared, &a));
@@ -129,11 +131,13 @@ class Handlers {
       return Refuse(name, "x and result", "[b or 1, m, k] and [b, m, n] for w of shape " + Shape(w),
                     Shape(x) + " and " + Shape(*out));
     }
+    JQ_RETURN_IF_ERROR(ReadScratch(name, *scratch, &a));
     return os[0] * os[1] * os[2] == 0 ? ffi::Error::Success() : Platform::Linear(context, a);
   }
 
   // (dy [b, m, n], w [b, n, row_bytes]) -> dx [b, m, k]
-  static ffi::Error LinearGradient(Context context, Any dy, Any w, Result dx, int64_t format, int64_t prepared) {
+  static ffi::Error LinearGradient(Context context, Any dy, Any w, Result dx, Result scratch, int64_t format,
+                                   int64_t prepared) {
     const char* name = "ggml_linear_gradient";
     ProductArguments a{};
     JQ_RETURN_IF_ERROR(ReadWeight(name, w, format, prepared, &a));
@@ -149,12 +153,13 @@ class Handlers {
       return Refuse(name, "dy and result", "[b, m, n] and [b, m, k] for w of shape " + Shape(w),
                     Shape(dy) + " and " + Shape(*dx));
     }
+    JQ_RETURN_IF_ERROR(ReadScratch(name, *scratch, &a));
     return os[0] * os[1] * os[2] == 0 ? ffi::Error::Success() : Platform::LinearGradient(context, a);
   }
 
   // (x [t, 1 or s, k], w [e, n, row_bytes], ids [t, s]) -> out [t, s, n]; ids outside [0, e): zero rows
-  static ffi::Error MoeLinear(Context context, Any x, Any w, Any ids, Result out, int64_t format, int64_t prepared,
-                              int64_t int8) {
+  static ffi::Error MoeLinear(Context context, Any x, Any w, Any ids, Result out, Result scratch, int64_t format,
+                              int64_t prepared, int64_t int8) {
     const char* name = "ggml_moe_linear";
     ProductArguments a{};
     JQ_RETURN_IF_ERROR(ReadWeight(name, w, format, prepared, &a));
@@ -168,12 +173,13 @@ class Handlers {
       return Refuse(name, "x and result", "[t, 1 or s, k] and [t, s, n] for ids of shape " + Shape(ids),
                     Shape(x) + " and " + Shape(*out));
     }
+    JQ_RETURN_IF_ERROR(ReadScratch(name, *scratch, &a));
     return os[0] * os[1] * os[2] == 0 ? ffi::Error::Success() : Platform::Linear(context, a);
   }
 
   // (dy [t, s, n], w [e, n, row_bytes], ids [t, s]) -> dx [t, s, k]
-  static ffi::Error MoeLinearGradient(Context context, Any dy, Any w, Any ids, Result dx, int64_t format,
-                                      int64_t prepared) {
+  static ffi::Error MoeLinearGradient(Context context, Any dy, Any w, Any ids, Result dx, Result scratch,
+                                      int64_t format, int64_t prepared) {
     const char* name = "ggml_moe_linear_gradient";
     ProductArguments a{};
     JQ_RETURN_IF_ERROR(ReadWeight(name, w, format, prepared, &a));
@@ -185,6 +191,7 @@ class Handlers {
     if (ys[0] != a.tokens || ys[1] != a.slots || ys[2] != a.n) {
       return Refuse(name, "dy", "[t, s, n] for ids of shape " + Shape(ids), Shape(dy));
     }
+    JQ_RETURN_IF_ERROR(ReadScratch(name, *scratch, &a));
     return os[0] * os[1] * os[2] == 0 ? ffi::Error::Success() : Platform::LinearGradient(context, a);
   }
 
@@ -267,6 +274,16 @@ class Handlers {
     return ffi::Error::Success();
   }
 
+  static ffi::Error ReadScratch(const char* name, Any scratch, ProductArguments* a) {
+    JQ_RETURN_IF_ERROR(CheckType(name, "scratch", scratch, ffi::DataType::U8));
+    const int64_t bytes = ProductScratchBytes(*a);
+    if (static_cast<int64_t>(scratch.element_count()) != bytes) {
+      return Refuse(name, "scratch", std::to_string(bytes) + " bytes", Shape(scratch));
+    }
+    a->scratch = scratch.untyped_data();
+    return ffi::Error::Success();
+  }
+
   static ffi::Error ReadMoe(const char* name, Any x, Any ids, Any out, ProductArguments* a) {
     JQ_RETURN_IF_ERROR(CheckRank(name, "x", x, 3));
     JQ_RETURN_IF_ERROR(CheckRank(name, "ids", ids, 2));
@@ -299,10 +316,10 @@ JQ_HANDLER(Quantize, JQ_ARG JQ_ARG JQ_RET JQ_INT("format"))
 JQ_HANDLER(Dequantize, JQ_ARG JQ_RET JQ_INT("format"))
 JQ_HANDLER(Take, JQ_ARG JQ_ARG JQ_RET JQ_INT("format"))
 JQ_HANDLER(Arrange, JQ_ARG JQ_RET JQ_INT("format") JQ_INT("prepare"))
-JQ_HANDLER(Linear, JQ_ARG JQ_ARG JQ_RET JQ_INT("format") JQ_INT("prepared") JQ_INT("int8"))
-JQ_HANDLER(LinearGradient, JQ_ARG JQ_ARG JQ_RET JQ_INT("format") JQ_INT("prepared"))
-JQ_HANDLER(MoeLinear, JQ_ARG JQ_ARG JQ_ARG JQ_RET JQ_INT("format") JQ_INT("prepared") JQ_INT("int8"))
-JQ_HANDLER(MoeLinearGradient, JQ_ARG JQ_ARG JQ_ARG JQ_RET JQ_INT("format") JQ_INT("prepared"))
+JQ_HANDLER(Linear, JQ_ARG JQ_ARG JQ_RET JQ_RET JQ_INT("format") JQ_INT("prepared") JQ_INT("int8"))
+JQ_HANDLER(LinearGradient, JQ_ARG JQ_ARG JQ_RET JQ_RET JQ_INT("format") JQ_INT("prepared"))
+JQ_HANDLER(MoeLinear, JQ_ARG JQ_ARG JQ_ARG JQ_RET JQ_RET JQ_INT("format") JQ_INT("prepared") JQ_INT("int8"))
+JQ_HANDLER(MoeLinearGradient, JQ_ARG JQ_ARG JQ_ARG JQ_RET JQ_RET JQ_INT("format") JQ_INT("prepared"))
 
 #undef JQ_HANDLER
 #undef JQ_INT

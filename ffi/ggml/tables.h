@@ -24,6 +24,8 @@
 
 #include <cstdint>
 
+#include "ffi/common/numeric.h"
+
 namespace jq {
 namespace ggml {
 
@@ -38,6 +40,8 @@ namespace ggml {
 JQ_TABLE(int8_t, kValuesIQ4, 16) = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 // Twice the values of E2M1.
 JQ_TABLE(int8_t, kValuesFP4, 16) = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+JQ_TABLE(int, kPowersOf3, 5) = {1, 3, 9, 27, 81};
 
 static constexpr uint16_t kGridIQ2_XXS[256] = {
     0, 2, 5, 8, 10, 17, 20, 32, 34, 40, 42, 65, 68, 80, 88, 97, 100, 128, 130, 138, 162, 257, 260, 272, 277, 320, 388,
@@ -317,7 +321,7 @@ static constexpr uint16_t kGridIQ1_S[2048] = {
 // clang-format on
 
 // The eighth sign of a group is not stored: the number of negative ones is even.
-constexpr uint8_t EvenSigns(uint8_t seven) {
+constexpr JQ_HOST_DEVICE uint8_t EvenSigns(uint8_t seven) {
   return static_cast<uint8_t>(seven | ((0x6996 >> ((seven ^ (seven >> 4)) & 15) & 1) << 7));
 }
 

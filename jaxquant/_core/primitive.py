@@ -50,7 +50,9 @@ class Operation:
     results(*operands, **params) gives the results from anything with shape and dtype; the full-sized array leads.
     scratch(*operands, **params) gives one more result that only the kernel sees.
     attributes(**params) gives the integers that the FFI handler reads.
+    serves(platform, **params) tells whether the platform's kernel takes such parameters; the reference does where not.
     dtypes: what the leading operand may be.
+    host: whether the reference calls back to the host, as none can where a mesh is partly manual.
 
     Where roles do not tell the shapes apart (values and the bytes of their blocks):
     axes(*operands, **params) names the axes of operands and results. Axes of one name are split alike, whatever their
@@ -65,6 +67,8 @@ class Operation:
     attributes: Callable[..., dict[str, int]]
     dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
     scratch: Callable[..., Result] | None = None
+    serves: Callable[..., bool] | None = None
+    host: bool = False
     pad_results: Callable[..., list[Result | None]] | None = None
     axes: Callable[..., Axes] | None = None
     batch: Callable[..., Any] | None = None
@@ -184,6 +188,14 @@ def _lower(
     target = None
     if implementation != "xla":
         target = ffi.target(operation.name, platform, implementation)
+        kernels = "cuda" if implementation == "cuda_emulation" else platform
+        if target is not None and operation.serves is not None and not operation.serves(kernels, **params):
+            target = None
+            if implementation == "ffi":
+                raise NotImplementedError(
+                    f'{operation.name}: implementation="ffi" was asked for, but the kernel for {kernels} does not take '
+                    f'{params}. Use implementation=None or "xla".'
+                )
     lowered: Callable[..., Any]
     if target is None:
         lowered = partial(operation.reference, **params)
@@ -193,8 +205,9 @@ def _lower(
         if devices == "one":
             lowered = call
         elif devices == "partly manual":
-            # A kernel would have to be partitioned over the axes left automatic; there jax.numpy is partitioned by XLA.
-            lowered = partial(operation.reference, **params)
+            # A kernel would have to be partitioned over the axes left automatic; there jax.numpy is partitioned by XLA,
+            # or the operands are gathered over those axes.
+            lowered = call if operation.host else partial(operation.reference, **params)
         elif ctx.module_context.lowering_parameters.for_export:
             raise NotImplementedError(
                 f"{operation.name}: jax.export cannot serialise a kernel that is partitioned over {devices} devices; "
@@ -352,7 +365,7 @@ def _spec_by_name(mesh: Any, names: Axes, specs: Sequence[Any]) -> dict[str, tup
     for own, entries in reversed(list(zip(names.operands, specs, strict=True))):
         for name, entry in zip(own, entries, strict=False):
             axes = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple) else ()
-            while axes and not _divides(names.units.get(name, 1), _parts(mesh, axes)):
+            while axes and not _divides(names.units.get(name or "", 1), _parts(mesh, axes)):
                 axes = axes[:-1]
             if name is not None and axes and name not in found and not used & set(axes):
                 found[name] = axes

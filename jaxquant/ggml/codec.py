@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import ad
 
 from jaxquant._core import ffi
 from jaxquant._core.primitive import Axes, Operation, Result, bind, build
@@ -45,7 +46,7 @@ def mapped_size(operands: Sequence[Any], dims: Sequence[int | None]) -> int:
 
 def _quantize_axes(x: Any, imatrix: Any, *, format: str) -> Axes:
     names = leading_names(x.ndim)
-    weights = (None,)
+    weights: tuple[str | None, ...] = (None,) * imatrix.ndim
     if imatrix.ndim == x.ndim and imatrix.size:
         weights = (*(None if n == 1 else name for name, n in zip(names, imatrix.shape, strict=False)), None)
     # A row of legacy formats is weighted as a whole, so rows stay whole.
@@ -71,7 +72,9 @@ def quantize_on_host(x: Any, imatrix: Any, *, format: str) -> Any:
     def quantize(x: Any, imatrix: Any) -> np.ndarray:
         x, imatrix = np.ascontiguousarray(x, np.float32), np.asarray(imatrix, np.float32)
         out = np.zeros(shape.shape, np.uint8)
-        weights = np.ascontiguousarray(np.broadcast_to(imatrix, x.shape)) if imatrix.size else None
+        weights = None
+        if imatrix.size:
+            weights = np.ascontiguousarray(np.broadcast_to(imatrix, x.shape)).reshape(-1, x.shape[-1])
         module = ffi.module("cpu")
         assert module is not None
         module.ggml_quantize(kind.type_id, x.reshape(-1), x.shape[-1], weights, out.reshape(-1))
@@ -79,6 +82,9 @@ def quantize_on_host(x: Any, imatrix: Any, *, format: str) -> Any:
 
     return jax.pure_callback(quantize, shape, x, imatrix, vmap_method="sequential")
 
+
+# Their quantisers search lattices by tables and sorting, which belong on the host.
+_ON_HOST = frozenset(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M"))
 
 ggml_quantize_p = build(
     Operation(
@@ -89,6 +95,8 @@ ggml_quantize_p = build(
         ],
         reference=quantize_on_host,
         attributes=lambda *, format: {"format": formats[format].type_id},
+        host=True,
+        serves=lambda platform, *, format: platform == "cpu" or format not in _ON_HOST,
         dtypes=("float32",),
         axes=_quantize_axes,
         batch=_quantize_batch,
@@ -195,6 +203,24 @@ ggml_prepare_p = build(
         same_bits="yes",
     )
 )
+
+
+# ----------------------------------------------------------------------------------------------------- differentiation
+
+
+def _constant(primitive: Any) -> None:
+    """Bytes have no tangents: derivatives end here, as at any cast to integers."""
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        del tangents
+        out = bind(primitive, *primals, **params)
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+    ad.primitive_jvps[primitive] = jvp
+
+
+for _primitive in (ggml_quantize_p, ggml_dequantize_p, ggml_take_p, ggml_prepare_p):
+    _constant(_primitive)
 
 
 def dequantize(data: Any, format: BlockFormat, dtype: Any, implementation: str | None) -> jax.Array:

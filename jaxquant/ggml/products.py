@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.interpreters import ad
 
 from jaxquant._core import compat, ffi
@@ -124,7 +125,8 @@ def ragged_linear(
            [2., 2.]], dtype=float32)
     """
     name = "ragged_linear"
-    x, group_sizes = _check_x(name, x), jnp.asarray(group_sizes)
+    x, known = _check_x(name, x), np.asarray(group_sizes) if _is_known(group_sizes) else None
+    group_sizes = jnp.asarray(group_sizes)
     _check_weight(name, w, 3, "[experts, n, k]")
     _check_columns(name, x, w)
     if x.ndim != 2:
@@ -132,9 +134,13 @@ def ragged_linear(
     if group_sizes.shape != (w.shape[0],) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         got = f"{group_sizes.dtype.name} of shape {group_sizes.shape}"
         raise refuse(name, "group_sizes", f"{w.shape[0]} integers, one for each expert", got, "count the tokens")
+    if known is not None and (known < 0).any():
+        remedy = "count the tokens of each expert"
+        raise refuse(name, "group_sizes", "integers, none negative", str(known.min()), remedy)
     ends = jnp.cumsum(group_sizes.astype(jnp.int32))
-    # The expert of row i: how many groups end at or before it; past the last group that is no expert.
-    ids = jnp.searchsorted(ends, jnp.arange(x.shape[0], dtype=jnp.int32), side="right").astype(jnp.int32)
+    # The expert of row i: how many groups end at or before it; past the last group that is no expert. Compared one by
+    # one: jnp.searchsorted fails where only some axes of a mesh are manual (jax 0.12).
+    ids = (jnp.arange(x.shape[0], dtype=jnp.int32)[:, None] >= ends).sum(axis=1, dtype=jnp.int32)
     params = _params(name, w, lhs_qtype, implementation)
     return bind(ggml_moe_linear_p, x[:, None], w.data, ids[:, None], **params)[:, 0]
 
@@ -167,7 +173,7 @@ def _check_columns(name: str, x: Any, w: QTensor) -> None:
 
 
 def _check_ids(name: str, ids: Any, experts: int) -> jax.Array:
-    if not isinstance(ids, jax.core.Tracer) and (isinstance(ids, (list, tuple, int, np.ndarray)) or _on_cpu(ids)):
+    if _is_known(ids):
         known = np.asarray(ids)
         if known.size and np.issubdtype(known.dtype, np.integer) and (known.min() < -1 or known.max() >= experts):
             worst = known.min() if known.min() < -1 else known.max()
@@ -181,8 +187,11 @@ def _check_ids(name: str, ids: Any, experts: int) -> jax.Array:
     return jnp.where(inside, ids, -1).astype(jnp.int32) if ids.dtype.itemsize >= 4 else ids.astype(jnp.int32)
 
 
-def _on_cpu(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.is_fully_addressable and all(d.platform == "cpu" for d in x.devices())
+def _is_known(x: Any) -> bool:
+    """Whether the host can look at an argument without waiting for a device."""
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        return x.is_fully_addressable and all(d.platform == "cpu" for d in x.devices())
+    return isinstance(x, (list, tuple, int, np.ndarray, np.integer))
 
 
 def _params(name: str, w: QTensor, lhs_qtype: Any, implementation: str | None) -> dict[str, Any]:
@@ -228,7 +237,7 @@ def _linear_gradient_axes(dy: Any, w: Any, *, format: str, prepared: bool) -> Ax
     return Axes([("b", "m", "n"), ("b", "n", "k")], [("b", "m", "k")], units)
 
 
-def _linear_batch(primitive: Callable[[], Any]) -> Callable[..., Any]:
+def _linear_batch(primitive: Callable[[], Any], shared: bool) -> Callable[..., Any]:
     def batch(operands: Any, dims: Any, **params: Any) -> Any:
         x, w = operands
         size = mapped_size(operands, dims)
@@ -239,7 +248,8 @@ def _linear_batch(primitive: Callable[[], Any]) -> Callable[..., Any]:
             return jnp.moveaxis(out.reshape(out.shape[0], size, m, out.shape[2]), 1, 0)
         w = jnp.moveaxis(w, dims[1], 0)
         b = w.shape[1]
-        if dims[0] is not None or (b != 1 and x.shape[0] != b) or x.shape[0] != 1:
+        # One x for all matrices stays one in the product; the gradient has a dy for each.
+        if dims[0] is not None or x.shape[0] != 1 or not shared:
             x = batched_front(x, dims[0], size)
             x = jnp.broadcast_to(x, (size, b, *x.shape[2:])).reshape(size * b, *x.shape[2:])
         out = bind(primitive(), x, w.reshape(size * b, *w.shape[2:]), **params)
@@ -261,6 +271,13 @@ def _columns(w: Any, format: str) -> int:
     return formats[format].row_size(w.shape[-1])
 
 
+def _scratch(x: Any, w: Any, ids: Any = None, *, int8: bool = False, **_: Any) -> Result:
+    """Memory for the kernels alone, as ProductScratchBytes of ffi/ggml/arguments.h counts it."""
+    activations = x.shape[0] * x.shape[1] * (x.shape[-1] // 32) * 48 if int8 else 0
+    lists = 0 if ids is None else 16 * (ids.shape[0] * ids.shape[1] + w.shape[0] + 1)
+    return Result("full", (activations + lists,), jnp.uint8)
+
+
 _SAME_BITS = "on each platform: any batch, thread count and layout"
 
 ggml_linear_p = build(
@@ -270,9 +287,10 @@ ggml_linear_p = build(
         results=lambda x, w, **_: [Result("full", (w.shape[0], x.shape[1], w.shape[1]), x.dtype)],
         reference=_linear_reference,
         attributes=_attributes,
+        scratch=_scratch,
         dtypes=FLOATS,
         axes=_linear_axes,
-        batch=_linear_batch(lambda: ggml_linear_p),
+        batch=_linear_batch(lambda: ggml_linear_p, shared=True),
         same_bits=_SAME_BITS,
     )
 )
@@ -285,9 +303,10 @@ ggml_linear_gradient_p = build(
         ],
         reference=_linear_gradient_reference,
         attributes=_attributes,
+        scratch=_scratch,
         dtypes=FLOATS,
         axes=_linear_gradient_axes,
-        batch=_linear_batch(lambda: ggml_linear_gradient_p),
+        batch=_linear_batch(lambda: ggml_linear_gradient_p, shared=False),
         same_bits=_SAME_BITS,
     )
 )
@@ -343,6 +362,7 @@ ggml_moe_linear_p = build(
         results=lambda x, w, ids, **_: [Result("full", (*ids.shape, w.shape[1]), x.dtype)],
         reference=_moe_reference,
         attributes=_attributes,
+        scratch=_scratch,
         dtypes=FLOATS,
         axes=_moe_axes,
         batch=_moe_batch(lambda: ggml_moe_linear_p),
@@ -356,6 +376,7 @@ ggml_moe_linear_gradient_p = build(
         results=lambda dy, w, ids, *, format, **_: [Result("full", (*ids.shape, _columns(w, format)), dy.dtype)],
         reference=_moe_gradient_reference,
         attributes=_attributes,
+        scratch=_scratch,
         dtypes=FLOATS,
         axes=_moe_gradient_axes,
         batch=_moe_batch(lambda: ggml_moe_linear_gradient_p),
@@ -372,14 +393,14 @@ def _make_linear_in_x(forward: Any, gradient: Any) -> None:
     def forward_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         out = bind(forward, *primals, **params)
         if compat.is_zero(tangents[0]):
-            return out, ad.Zero.from_primal_value(out)
+            return out, ad.Zero(jax.typeof(out).to_tangent_aval())
         # Tangents are not quantised: the derivative of rounding is that of the identity.
         return out, bind(forward, tangents[0], *primals[1:], **{**params, "int8": False})
 
     def gradient_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         out = bind(gradient, *primals, **params)
         if compat.is_zero(tangents[0]):
-            return out, ad.Zero.from_primal_value(out)
+            return out, ad.Zero(jax.typeof(out).to_tangent_aval())
         return out, bind(gradient, tangents[0], *primals[1:], **params)
 
     def forward_transpose(cotangent: Any, x: Any, *rest: Any, int8: bool, **params: Any) -> Any:

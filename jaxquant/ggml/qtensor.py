@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxquant._core import ffi
 from jaxquant._core.errors import refuse
@@ -36,6 +39,9 @@ class QTensor:
         if layout not in LAYOUTS:
             raise refuse("QTensor", "layout", " or ".join(map(repr, LAYOUTS)), repr(layout), "see QTensor.prepare")
         self.layout = layout
+        if getattr(data, "dtype", np.uint8) != np.uint8:
+            remedy = "see jaxquant.ggml.quantize, or view the bytes as uint8"
+            raise refuse("QTensor", "data", "uint8", str(data.dtype), remedy, TypeError)
 
     def tree_flatten_with_keys(self) -> Any:
         return [(jax.tree_util.GetAttrKey("data"), self.data)], (self.format, self.layout)
@@ -63,10 +69,12 @@ class QTensor:
             raise refuse("QTensor.from_bytes", "shape", "at least one axis", "()", "give the shape of the values")
         byte_shape = (*shape[:-1], kind.row_bytes(shape[-1]))
         data = np.frombuffer(data, np.uint8) if isinstance(data, (bytes, bytearray, memoryview)) else data
-        if data.dtype != np.uint8:
-            raise refuse("QTensor.from_bytes", "data", "bytes or uint8", str(data.dtype), "view it", TypeError)
-        if data.size != np.prod(byte_shape, dtype=np.int64):
-            expected = f"{np.prod(byte_shape, dtype=np.int64)} bytes for {kind.name} of shape {shape}"
+        if getattr(data, "dtype", None) != np.uint8:
+            got = str(data.dtype) if hasattr(data, "dtype") else type(data).__name__
+            raise refuse("QTensor.from_bytes", "data", "bytes or uint8", got, "view it as uint8", TypeError)
+        wanted = math.prod(byte_shape)
+        if data.size != wanted or min(shape) < 0:
+            expected = f"{wanted} bytes for {kind.name} of shape {shape}"
             raise refuse("QTensor.from_bytes", "data", expected, str(data.size), "check shape and format")
         return cls(jnp.asarray(data.reshape(byte_shape)), kind)
 
@@ -125,8 +133,12 @@ class QTensor:
         for i in indices:
             if i is Ellipsis:
                 raise refuse("QTensor", "index", "leading axes only", "...", "write the leading indices out")
+            size = self.data.shape[used] if used < whole else None
+            if isinstance(i, (int, np.integer)) and isinstance(size, int) and not -size <= i < size:
+                # An array of JAX would take the last one instead, and a loop over the rows would never end.
+                raise IndexError(f"QTensor: index {i} is out of range for axis {used} of shape {self.shape}")
             boolean = isinstance(i, (np.ndarray, jax.Array)) and i.dtype.kind == "b"
-            used += i.ndim if boolean else 0 if i is None else 1
+            used += np.ndim(i) if boolean else 0 if i is None else 1
         if used > whole:
             remedy = "dequantise to reach into rows" if self.layout == "plain" else "use .plain() to reach single rows"
             raise refuse("QTensor", "index", f"at most {whole} axes of {self.shape}", str(used), remedy)
@@ -196,6 +208,20 @@ class QTensor:
         return QTensor(data, self.format, LAYOUTS[prepare])
 
 
+def _deserialized(static: bytes) -> tuple[BlockFormat, str]:
+    name, layout = static.decode().split()
+    return find("QTensor", name), layout
+
+
+# Exported functions may take and return tensors.
+jax.export.register_pytree_node_serialization(
+    QTensor,
+    serialized_name="jaxquant.ggml.QTensor",
+    serialize_auxdata=lambda static: f"{static[0].name} {static[1]}".encode(),
+    deserialize_auxdata=_deserialized,
+)
+
+
 def _check_dtype(name: str, dtype: Any) -> Any:
     dtype = jnp.dtype(dtype)
     if dtype.name not in codec.FLOATS:
@@ -215,7 +241,7 @@ def quantize(x: Any, format: str | BlockFormat, *, imatrix: Any = None, implemen
       implementation: None, "ffi" or "xla". Where a platform has no kernel the host quantises.
 
     Returns:
-      A `QTensor` of x's shape. No gradient.
+      A `QTensor` of x's shape. No gradient: derivatives end here, as at a cast to integers.
 
     Raises:
       ValueError: a row that is no multiple of the block (the message suggests a format that takes it), a missing
@@ -267,8 +293,8 @@ def _check_imatrix(name: str, imatrix: Any, shape: tuple[int, ...], kind: BlockF
             name, "imatrix", f"shape ({k},)" + (f" or ({shape[0]}, {k})" if len(shape) >= 3 else ""),
             str(weights.shape), "one importance for each column",
         )  # fmt: skip
-    if not isinstance(weights, jax.core.Tracer):
-        known = np.asarray(weights, np.float32).reshape(-1, k)
+    if not isinstance(imatrix, Tracer):  # under jit too, where weights is one
+        known = np.asarray(imatrix, np.float32).reshape(-1, k)
         for wrong, what in (
             (~np.isfinite(known).all(), "a non-finite value"),
             ((known < 0).any(), "a negative value"),

@@ -216,6 +216,35 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   return result;
 }
 
+namespace jq {
+namespace cuda_on_host {
+
+template <typename Function>
+unsigned ForEachByte(unsigned a, unsigned b, Function function) {
+  unsigned result = 0;
+  for (int shift = 0; shift < 32; shift += 8) {
+    result |= static_cast<unsigned>(function(a >> shift & 0xff, b >> shift & 0xff) & 0xff) << shift;
+  }
+  return result;
+}
+
+}  // namespace cuda_on_host
+}  // namespace jq
+
+// The four bytes of a word, each for itself; comparisons give 0xff or 0.
+inline unsigned __vadd4(unsigned a, unsigned b) {
+  return jq::cuda_on_host::ForEachByte(a, b, [](unsigned x, unsigned y) { return x + y; });
+}
+inline unsigned __vsub4(unsigned a, unsigned b) {
+  return jq::cuda_on_host::ForEachByte(a, b, [](unsigned x, unsigned y) { return x - y; });
+}
+inline unsigned __vcmpeq4(unsigned a, unsigned b) {
+  return jq::cuda_on_host::ForEachByte(a, b, [](unsigned x, unsigned y) { return x == y ? 0xffu : 0u; });
+}
+inline unsigned __vcmpgeu4(unsigned a, unsigned b) {
+  return jq::cuda_on_host::ForEachByte(a, b, [](unsigned x, unsigned y) { return x >= y ? 0xffu : 0u; });
+}
+
 using std::max;
 using std::min;
 

@@ -67,6 +67,7 @@ struct Configuration {
   const char* kernel;
   dim3 grid, block;
   size_t shared_bytes;
+  bool flushes_subnormals;
 
   uint64_t Blocks() const { return uint64_t{grid.x} * grid.y * grid.z; }
   uint64_t Threads() const { return uint64_t{block.x} * block.y * block.z; }

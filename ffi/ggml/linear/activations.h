@@ -16,11 +16,12 @@ namespace ggml {
 namespace JQ_ISA {
 namespace {
 
-// What ActivationSpan::sums holds for a format.
+// What ActivationSpan::sums holds.
+enum class Sums { kWide, kPairs, kScaled };
 struct Correction {
-  int zero;     // of its codes
-  int group;    // 16 or 32
-  bool offset;  // its weights have an offset, and then no zero
+  Sums sums;
+  int zero;
+  int group;  // 16 or 32
 };
 
 template <typename Real>
@@ -48,22 +49,30 @@ inline __attribute__((always_inline)) void QuantizeSpan(const float* x, Correcti
     const float code = ClampNumber(RoundHalfToEven(x[i] / divisor), Range<float>{-127.0f, 127.0f});
     codes[i] = static_cast<int32_t>(code);
   }
-  int32_t sums[2] = {0, 0};
-  for (int i = 0; i < 16; ++i) {
-    sums[0] += codes[i];
-    sums[1] += codes[16 + i];
-  }
   for (int i = 0; i < kSpan; ++i) {
-    to->codes[i] = static_cast<int8_t>(codes[i] & -static_cast<int32_t>(finite));
+    codes[i] &= -static_cast<int32_t>(finite);
+    to->codes[i] = static_cast<int8_t>(codes[i]);
+  }
+  int32_t columns[2][4] = {};
+  for (int half = 0; half < 2; ++half) {
+    for (int i = 0; i < 16; i += 4) {
+      for (int j = 0; j < 4; ++j) columns[half][j] += codes[16 * half + i + j];
+    }
+  }
+  int32_t sums[2][2];
+  for (int half = 0; half < 2; ++half) {
+    for (int i = 0; i < 2; ++i) sums[half][i] = columns[half][2 * i] + columns[half][2 * i + 1];
   }
   to->scale = finite ? scale : BitCast<float>(0x7fc00000u);
-  if (correction.group == kSpan) sums[0] = sums[1] = sums[0] + sums[1];
   for (int half = 0; half < 2; ++half) {
-    const int32_t sum = finite ? sums[half] : 0;
-    if (correction.offset) {
-      to->sums.scaled[half] = to->scale * static_cast<float>(sum);
+    int32_t pairs[2];
+    for (int i = 0; i < 2; ++i) pairs[i] = correction.group == kSpan ? sums[0][i] + sums[1][i] : sums[half][i];
+    if (correction.sums == Sums::kPairs) {
+      for (int i = 0; i < 2; ++i) to->sums.pairs[half][i] = static_cast<int16_t>(-correction.zero * pairs[i]);
+    } else if (correction.sums == Sums::kWide) {
+      to->sums.wide[half] = -correction.zero * (pairs[0] + pairs[1]);
     } else {
-      to->sums.integer[half] = -correction.zero * sum;
+      to->sums.scaled[half] = to->scale * static_cast<float>(pairs[0] + pairs[1]);
     }
   }
 }

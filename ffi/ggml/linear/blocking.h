@@ -8,7 +8,7 @@
 namespace jq {
 namespace ggml {
 
-constexpr int kSpan = 32;     // activations that share a scale
+constexpr int kSpan = 32;      // activations that share a scale
 constexpr int kStretch = 256;  // values of a row that are decoded at a time
 constexpr int kSpans = kStretch / kSpan;
 
@@ -23,11 +23,12 @@ constexpr int64_t kGradientPositions = 64;
 struct ActivationSpan {
   int8_t codes[kSpan];
   float scale;
-  // What the whole span, or each half of it where weights have a scale for 16 values, adds besides the products of
-  // codes: see Correction.
+  // Of the whole span, or of each half of it where weights have a scale for 16 values. What a format needs: -zero times
+  // a sum of codes, since weights are stored as code + zero, or scale times the sum, for weights with an offset.
   union {
-    int32_t integer[2];  // -zero * (sum of codes): weights are stored as code + zero
-    float scaled[2];     // scale * (sum of codes): times the offset of the weights
+    int32_t wide[2];
+    int16_t pairs[2][2];  // of codes 0, 1 of each four, and of codes 2, 3
+    float scaled[2];
   } sums;
 };
 

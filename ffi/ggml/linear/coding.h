@@ -56,35 +56,63 @@ JQ_CODES(MXFP4, -12, 12)
 JQ_CODES(NVFP4, -12, 12)
 #undef JQ_CODES
 
+// Formats whose groups of 16 share a float32 factor and have small integer scales: those join the integer products.
+template <typename F>
+constexpr bool kIntegerScales = false;
+template <>
+constexpr bool kIntegerScales<Q3_K> = true;
+template <>
+constexpr bool kIntegerScales<Q6_K> = true;
+
+// How "+ zero" is taken back.
+enum class Zero {
+  kNone,
+  kWide,   // from the 32-bit sums
+  kPairs,  // from sums of 16 bits. These may wrap on the way, since what is left fits
+};
+
 template <typename F>
 struct Coding {
   static constexpr int kGroup = Decoder<F>::kGroup;
   static constexpr bool kOffset = Decoder<F>::kOffset;
-  static constexpr int kWidth = kCodes<F>.highest - kCodes<F>.lowest;
+  static constexpr int kLowest = kCodes<F>.lowest, kHighest = kCodes<F>.highest;
 #if defined(JQ_VNNI)
   static constexpr int kRun = 0;
-  static constexpr int kZero = -kCodes<F>.lowest;
+  static constexpr Zero kTakenBack = kLowest < 0 ? Zero::kWide : Zero::kNone;
 #elif defined(__AVX2__)
-  // Unsigned codes times activations of at most 127, summed in pairs: how many such sums fit 16 bits. None: the codes
-  // are kept signed.
-  static constexpr int kRun = kWidth <= 16 ? 8 : kWidth <= 32 ? 4 : kWidth <= 64 ? 2 : kWidth <= 128 ? 1 : 0;
-  static constexpr int kZero = kRun == 0 ? 0 : -kCodes<F>.lowest;
+  // An instruction multiplies unsigned codes with activations of at most 127 and adds pairs, in 16 bits. kRun: how many
+  // of those sums fit 16 bits together. 0: not even one, the codes are kept signed.
+  static constexpr int kWords = kGroup / 4, kLargest = kHighest > -kLowest ? kHighest : -kLowest;
+  static constexpr int kWidth = kHighest - kLowest;
+  static constexpr bool kPairs = kLowest < 0 && kLargest * 127 * 2 * kWords < 32768 && kWidth * 254 < 32768;
+  static constexpr int kUnwrapped = kWidth <= 16 ? 8 : kWidth <= 32 ? 4 : kWidth <= 64 ? 2 : kWidth <= 128 ? 1 : 0;
+  static constexpr int kRun = kPairs || kUnwrapped > kWords ? kWords : kUnwrapped;
+  static constexpr Zero kTakenBack = kPairs ? Zero::kPairs : kLowest < 0 && kRun != 0 ? Zero::kWide : Zero::kNone;
 #else
   static constexpr int kRun = 0;
-  static constexpr int kZero = 0;
+  static constexpr Zero kTakenBack = Zero::kNone;
 #endif
+  static constexpr int kZero = kTakenBack == Zero::kNone ? 0 : -kLowest;
 };
 
 // What a micro-kernel needs to know of a format: formats alike share one.
-template <int group, bool offset, int run, bool zero>
+template <int group, bool offset, int run, Zero taken_back, bool integer_scales>
 struct Kind {
   static constexpr int kGroup = group;
   static constexpr bool kOffset = offset;
   static constexpr int kRun = run;
-  static constexpr bool kHasZero = zero;
+  static constexpr Zero kTakenBack = taken_back;
+  static constexpr bool kIntegerScales = integer_scales;
 };
 template <typename F>
-using KindOf = Kind<Coding<F>::kGroup, Coding<F>::kOffset, Coding<F>::kRun, Coding<F>::kZero != 0>;
+using KindOf = Kind<Coding<F>::kGroup, Coding<F>::kOffset, Coding<F>::kRun, Coding<F>::kTakenBack, kIntegerScales<F>>;
+
+// The integer scale of group g, and the factor of the block.
+JQ_INLINE int IntegerScale(const Q6_K& b, int g) { return b.scales[g]; }
+JQ_INLINE int IntegerScale(const Q3_K& b, int g) {
+  const int low = g < 8 ? b.scales[g] & 15 : b.scales[g - 8] >> 4;
+  return (low | (b.scales[8 + g % 4] >> (g / 4 * 2) & 3) << 4) - 32;
+}
 
 }  // namespace
 }  // namespace JQ_ISA

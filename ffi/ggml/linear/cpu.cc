@@ -47,13 +47,16 @@ constexpr int64_t kActivationBytes = 384 << 10;
 // Up to so many positions, weights go straight from their blocks into the products.
 constexpr int kDirectPositions = 4;
 
-template <typename K, int S>
+constexpr int kTile = 4;  // positions that share the registers
+
+// All positions, in tiles of T and a smaller one for the rest.
+template <typename K, int S, int T = kTile>
 JQ_INLINE void MultiplyAll(const Panel* panels, int spans, const ActivationSpan* const* x, int positions, float* sums) {
   int t = 0;
-  for (; t + 4 <= positions; t += 4) Multiply<K, 4, S>(panels, spans, x + t, sums + t * kPanelRows);
-  if (positions - t == 3) Multiply<K, 3, S>(panels, spans, x + t, sums + t * kPanelRows);
-  if (positions - t == 2) Multiply<K, 2, S>(panels, spans, x + t, sums + t * kPanelRows);
-  if (positions - t == 1) Multiply<K, 1, S>(panels, spans, x + t, sums + t * kPanelRows);
+  for (; t + T <= positions; t += T) Multiply<K, T, S>(panels, spans, x + t, sums + t * kPanelRows);
+  if constexpr (T > 1) {
+    if (t < positions) MultiplyAll<K, S, T - 1>(panels, spans, x + t, positions - t, sums + t * kPanelRows);
+  }
 }
 template <int S>
 JQ_INLINE void MultiplyAll(const ValuePanel* panels, int count, const float* const* x, int positions, float* sums) {
@@ -188,7 +191,9 @@ template <typename F, typename Real>
 void PrepareRows(const GroupedArguments& a, const Real* x, void* scratch, int64_t begin, int64_t end) {
   if constexpr (!kIsFloat<F>) {
     if (a.int8_lhs) {
-      const Correction correction{Coding<F>::kZero, Coding<F>::kGroup, Coding<F>::kOffset};
+      using C = Coding<F>;
+      const Sums sums = C::kOffset ? Sums::kScaled : C::kTakenBack == Zero::kPairs ? Sums::kPairs : Sums::kWide;
+      const Correction correction{sums, C::kZero, C::kGroup};
       ActivationSpan* to = static_cast<ActivationSpan*>(scratch);
       for (int64_t row = begin; row < end; ++row) {
         QuantizeRow(x + row * a.k, a.k, correction, to + row * (a.k / kSpan));
@@ -237,21 +242,17 @@ void Gradients(const GroupedArguments& a, const Plan& plan, int64_t begin, int64
 
 // ---- The format
 
-#define JQ_FOR_FORMAT(type_id, call)                        \
-  switch (type_id) {                                        \
-    JQ_GGML_FORMATS(JQ_FORMAT_CASE_##call)                  \
-    default:                                                \
-      break;                                                \
+#define JQ_FOR_FORMAT(type_id, call)       \
+  switch (type_id) {                       \
+    JQ_GGML_FORMATS(JQ_FORMAT_CASE_##call) \
+    default: break;                        \
   }
 #define JQ_FORMAT_CASE_Prepare(F) \
-  case F::kId:                    \
-    return Prepare<F>(a, scratch, begin, end);
+  case F::kId: return Prepare<F>(a, scratch, begin, end);
 #define JQ_FORMAT_CASE_Product(F) \
-  case F::kId:                    \
-    return Product<F>(a, plan, scratch, begin, end);
+  case F::kId: return Product<F>(a, plan, scratch, begin, end);
 #define JQ_FORMAT_CASE_Gradients(F) \
-  case F::kId:                      \
-    return Gradients<F>(a, plan, begin, end);
+  case F::kId: return Gradients<F>(a, plan, begin, end);
 
 void PrepareAny(const GroupedArguments& a, void* scratch, int64_t begin, int64_t end) {
   JQ_FOR_FORMAT(a.type_id, Prepare)

@@ -1,5 +1,5 @@
-// The gradient in x: dx[p][k] = sum over j of dy[p][j] * w[j][k], in float32, from blocks that are decoded for a stretch
-// of k and sixteen rows at a time. Sums run over j in ascending order, by sixteens.
+// The gradient in x: dx[p][k] = sum over j of dy[p][j] * w[j][k], in float32, from blocks that are decoded for a
+// stretch of k and sixteen rows at a time. Sums run over j in ascending order, by sixteens.
 #pragma once
 
 #include <cstdint>
@@ -18,21 +18,38 @@ struct alignas(64) Weights {
   float at[kGradientRows][kStretch];
 };
 
-// Values [first, first + count) of row i; first is a multiple of kStretch.
+// Values [first, first + count) of each of eight rows; first is a multiple of kStretch.
 template <typename F>
-JQ_INLINE void DecodeRow(const Rows<F>& rows, int i, int64_t first, int count, float* values) {
+void DecodeRows(const Rows<F>& rows, int64_t first, int count, float (*values)[kStretch]) {
   if constexpr (kIsFloat<F>) {
-    for (int j = 0; j < count; ++j) {
-      F value;
-      memcpy(&value, rows.Row(i) + (first + j) * sizeof(F), sizeof(F));
-      values[j] = LoadValue(value);
+    for (int row = 0; row < kLanes; ++row) {
+      int done = 0;
+#if defined(__AVX2__)
+      for (; done + kLanes <= count; done += kLanes) {
+        _mm256_storeu_ps(values[row] + done, LoadEight(&rows.Value(row, first + done)));
+      }
+#endif
+      for (int j = done; j < count; ++j) values[row][j] = LoadValue(rows.Value(row, first + j));
     }
   } else {
-    constexpr int kGroup = Decoder<F>::kGroup;
-    for (int at = 0; at < count; at += F::kBlock) {
-      const F block = rows.Block(i, (first + at) / F::kBlock);
-      for (int g = 0; g < F::kBlock / kGroup; ++g) DecodeValues(block, g, values + at + g * kGroup);
+#if defined(__AVX2__)
+    ValuePanel panel;
+    Fill(rows, first, count, &panel);
+    for (int k = 0; k < count; k += kLanes) {
+      __m256 columns[kLanes];
+      for (int i = 0; i < kLanes; ++i) columns[i] = _mm256_load_ps(panel.at[k + i]);
+      Transpose(columns, &values[0][k], kStretch);
     }
+#else
+    constexpr int kGroup = Decoder<F>::kGroup;
+    for (int row = 0; row < kLanes; ++row) {
+      for (int at = 0; at < count; at += F::kBlock) {
+        F buffer;
+        const F& block = rows.Block(row, (first + at) / F::kBlock, &buffer);
+        for (int g = 0; g < F::kBlock / kGroup; ++g) DecodeValues(block, g, values[row] + at + g * kGroup);
+      }
+    }
+#endif
   }
 }
 
@@ -40,19 +57,31 @@ JQ_INLINE void DecodeRow(const Rows<F>& rows, int i, int64_t first, int count, f
 template <int T>
 __attribute__((noinline)) void Accumulate(const Weights& w, int rows, int count, const float (*dy)[kGradientRows],
                                           float (*dx)[kStretch]) {
-  for (int k = 0; k < count; k += kLanes) {
-    Floats partial[T];
+  constexpr int kWide = 2;  // vectors, so that a value of dy serves twice
+  for (int k = 0; k < count; k += kWide * kLanes) {
+    Floats partial[T][kWide];
 #pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) partial[t] = Floats{};
+    for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kWide; ++v) partial[t][v] = Floats{};
+    }
     for (int j = 0; j < rows; ++j) {
-      const Floats values = *reinterpret_cast<const Floats*>(w.at[j] + k);
+      Floats values[kWide];
+#pragma GCC unroll 2
+      for (int v = 0; v < kWide; ++v) values[v] = *reinterpret_cast<const Floats*>(w.at[j] + k + v * kLanes);
 #pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) partial[t] = partial[t] + values * dy[t][j];
+      for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kWide; ++v) partial[t][v] = partial[t][v] + values[v] * dy[t][j];
+      }
     }
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
-      Floats* out = reinterpret_cast<Floats*>(dx[t] + k);
-      *out = *out + partial[t];
+#pragma GCC unroll 2
+      for (int v = 0; v < kWide; ++v) {
+        Floats* out = reinterpret_cast<Floats*>(dx[t] + k + v * kLanes);
+        *out = *out + partial[t][v];
+      }
     }
   }
 }
@@ -67,8 +96,7 @@ void Gradient(const GroupedArguments& a, const uint8_t* w, int64_t first, int co
   for (int64_t row = 0; row < a.n; row += kGradientRows) {
     const int rows = static_cast<int>(a.n - row < kGradientRows ? a.n - row : kGradientRows);
     for (int eight = 0; eight < rows; eight += kLanes) {
-      const Rows<F> of(w, a.layout, a.n, a.k, row + eight);
-      for (int i = 0; i < kLanes && eight + i < rows; ++i) DecodeRow(of, i, first, count, weights.at[eight + i]);
+      DecodeRows(Rows<F>(w, a.layout, a.n, a.k, row + eight), first, count, weights.at + eight);
     }
     for (int t = 0; t < positions; t += 4) {
       const int here = positions - t < 4 ? positions - t : 4;

@@ -1,7 +1,7 @@
 // Products of float rows with block-quantised matrices, once per instruction set; all give the same bits.
 //
-// One grouped product serves them all: linear() has a group per weight matrix of a batch, moe_linear() the rows that were
-// routed to each expert, as index lists, ragged_linear() consecutive rows.
+// One grouped product serves them all: linear() has a group per weight matrix of a batch, moe_linear() the rows that
+// were routed to each expert, as index lists, ragged_linear() consecutive rows.
 //
 //   for e < experts, group_begin[e] <= p < group_begin[e + 1]:  out[out_row[p]] = x[x_row[p]] @ w[e].T
 //

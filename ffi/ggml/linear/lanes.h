@@ -5,6 +5,11 @@
 //   block.Scale(s, h)   float32 scales of span s (of its half h where groups are of 16)
 //   block.Offset(s, h)
 //
+// and where kIntegerScales<F>, instead of Scale:
+//
+//   block.IntegerScale(s, h)   (see Widened)
+//   block.Factor()
+//
 // The values are decode.h's, bit for bit.
 #pragma once
 
@@ -43,8 +48,16 @@ JQ_INLINE __m256 Negated(__m256 a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0
 JQ_INLINE __m256i ByteOf(__m256i lanes, int i) {
   return _mm256_and_si256(_mm256_srli_epi32(lanes, 8 * i), _mm256_set1_epi32(255));
 }
-JQ_INLINE __m256i SignedByteOf(__m256i lanes, int i) {
+// Signed byte i of each lane, as the integer products take it: in 32 bits, or in 16 and twice.
+JQ_INLINE __m256i Widened(__m256i lanes, int i) {
+#if defined(JQ_VNNI)
   return _mm256_srai_epi32(_mm256_slli_epi32(lanes, 24 - 8 * i), 24);
+#else
+  const __m256i first = _mm256_setr_epi8(-1, 0, -1, 0, -1, 4, -1, 4, -1, 8, -1, 8, -1, 12, -1, 12, -1, 0, -1, 0, -1, 4,
+                                         -1, 4, -1, 8, -1, 8, -1, 12, -1, 12);
+  const __m256i byte = _mm256_add_epi8(first, _mm256_set1_epi16(static_cast<int16_t>(i << 8)));
+  return _mm256_srai_epi16(_mm256_shuffle_epi8(lanes, byte), 8);
+#endif
 }
 JQ_INLINE __m256 Times(__m256 d, __m256i integer) { return _mm256_mul_ps(d, _mm256_cvtepi32_ps(integer)); }
 
@@ -64,10 +77,9 @@ JQ_INLINE __m256i SplitNibble(const uint8_t* words, int i) {
 // Bits 4 i ... of a 32-bit mask in each lane, as `value` in each byte.
 JQ_INLINE __m256i SpreadBits(__m256i masks, int i, int value) {
   const __m256i select = _mm256_set1_epi32(i % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010u));
-  const __m256i byte = _mm256_add_epi8(
-      _mm256_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12, 0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12,
-                       12, 12),
-      Bytes(i / 2));
+  const __m256i byte = _mm256_add_epi8(_mm256_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12, 0, 0, 0, 0,
+                                                        4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12),
+                                       Bytes(i / 2));
   const __m256i bits = _mm256_and_si256(_mm256_shuffle_epi8(masks, byte), select);
   return And(_mm256_cmpeq_epi8(bits, select), value);
 }
@@ -77,7 +89,6 @@ struct HalfScale {  // formats that begin with d alone
   const uint8_t* at;
   JQ_INLINE explicit HalfScale(const uint8_t* bytes) : at(bytes) {}
   JQ_INLINE __m256 Scale(int, int) const { return HalvesToFloat(at); }
-  JQ_INLINE __m256 Offset(int, int) const { return _mm256_setzero_ps(); }
 };
 template <typename F>
 struct HalfScaleAndMin {  // with d and m
@@ -112,13 +123,20 @@ struct Lanes<Q5_1> : HalfScaleAndMin<Q5_1> {
     return _mm256_or_si256(SplitNibble(at + 64, i), SpreadBits(Load(at + 32), i, 16));
   }
 };
+// Signed bytes, plus zero: 0 or 128.
+template <typename F>
+JQ_INLINE __m256i SignedCode(const uint8_t* bytes) {
+  return Coding<F>::kZero == 0 ? Load(bytes) : _mm256_xor_si256(Load(bytes), Bytes(0x80));
+}
 template <>
 struct Lanes<Q8_0> : HalfScale<Q8_0> {
   using HalfScale::HalfScale;
-  JQ_INLINE __m256i Code(int, int i) const {
-    const __m256i codes = Load(at + 16 + 32 * i);
-    return Coding<Q8_0>::kZero == 0 ? codes : _mm256_xor_si256(codes, Bytes(0x80));
-  }
+  JQ_INLINE __m256i Code(int, int i) const { return SignedCode<Q8_0>(at + 16 + 32 * i); }
+};
+template <>
+struct Lanes<Q8_1> : HalfScaleAndMin<Q8_1> {
+  using HalfScaleAndMin::HalfScaleAndMin;
+  JQ_INLINE __m256i Code(int, int i) const { return SignedCode<Q8_1>(at + 32 + 32 * i); }
 };
 template <>
 struct Lanes<IQ4_NL> : HalfScale<IQ4_NL> {
@@ -141,7 +159,6 @@ struct Lanes<MXFP4> {
     const __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e);
     return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, subnormal, small));
   }
-  JQ_INLINE __m256 Offset(int, int) const { return _mm256_setzero_ps(); }
 };
 template <>
 struct Lanes<NVFP4> {
@@ -163,7 +180,6 @@ struct Lanes<NVFP4> {
     const __m256i value = _mm256_blendv_epi8(normal, _mm256_castps_si256(subnormal), small);
     return _mm256_castsi256_ps(_mm256_andnot_si256(nan, value));
   }
-  JQ_INLINE __m256 Offset(int, int) const { return _mm256_setzero_ps(); }
 };
 
 // ---- Super-blocks
@@ -210,17 +226,17 @@ struct Lanes<Q6_K> {
     const __m256i low = Field(Load(at + 32 * (s / 4 * 16 + s % 2 * 8 + i)), s % 4 / 2 * 4, 15);
     const __m256i high = Load(at + 8 * 128 + 32 * (s / 4 * 8 + i));
     const int q = s % 4;
-    const __m256i raised = q == 0 ? Raised(And(high, 3), 4)
+    const __m256i raised = q == 0   ? Raised(And(high, 3), 4)
                            : q == 1 ? Raised(And(high, 12), 2)
                            : q == 2 ? And(high, 48)
                                     : Field(high, 2, 48);
     return _mm256_or_si256(low, raised);
   }
-  JQ_INLINE __m256 Scale(int s, int h) const {
+  JQ_INLINE __m256i IntegerScale(int s, int h) const {
     const int g = 2 * s + h;
-    return Times(d, SignedByteOf(Load(at + 8 * 192 + 32 * (g / 4)), g % 4));
+    return Widened(Load(at + 8 * 192 + 32 * (g / 4)), g % 4);
   }
-  JQ_INLINE __m256 Offset(int, int) const { return _mm256_setzero_ps(); }
+  JQ_INLINE __m256 Factor() const { return d; }
 };
 template <>
 struct Lanes<Q2_K> {
@@ -233,9 +249,7 @@ struct Lanes<Q2_K> {
   }
   JQ_INLINE __m256i Code(int s, int i) const { return Field(Load(at + 8 * 16 + 32 * (s / 4 * 8 + i)), s % 4 * 2, 3); }
   JQ_INLINE __m256i Scales(int s, int h) const { return ByteOf(Load(at + 32 * (s / 2)), (2 * s + h) % 4); }
-  JQ_INLINE __m256 Scale(int s, int h) const {
-    return Times(d, _mm256_and_si256(Scales(s, h), _mm256_set1_epi32(15)));
-  }
+  JQ_INLINE __m256 Scale(int s, int h) const { return Times(d, _mm256_and_si256(Scales(s, h), _mm256_set1_epi32(15))); }
   JQ_INLINE __m256 Offset(int s, int h) const { return Times(minus_dmin, _mm256_srli_epi32(Scales(s, h), 4)); }
 };
 template <>
@@ -248,15 +262,21 @@ struct Lanes<Q3_K> {
     const __m256i high = Load(at + 32 * i);
     return _mm256_or_si256(low, s < 2 ? And(Raised(high, s < 2 ? 2 - s : 0), 4) : Field(high, s < 2 ? 0 : s - 2, 4));
   }
-  JQ_INLINE __m256 Scale(int s, int h) const {
+  JQ_INLINE __m256i IntegerScale(int s, int h) const {
     const int g = 2 * s + h, word = g / 4;
     const uint8_t* scales = at + 8 * 96;
     const __m256i low = Field(Load(scales + 32 * (word % 2)), word / 2 * 4, 15);
     const __m256i high = Raised(Field(Load(scales + 64), 2 * word, 3), 4);
-    const __m256i scale = ByteOf(_mm256_or_si256(low, high), g % 4);
-    return Times(d, _mm256_sub_epi32(scale, _mm256_set1_epi32(32)));
+    return Widened(_mm256_sub_epi8(_mm256_or_si256(low, high), Bytes(32)), g % 4);
   }
-  JQ_INLINE __m256 Offset(int, int) const { return _mm256_setzero_ps(); }
+  JQ_INLINE __m256 Factor() const { return d; }
+};
+template <>
+struct Lanes<Q8_K> {
+  const uint8_t* at;
+  JQ_INLINE explicit Lanes(const uint8_t* bytes) : at(bytes) {}
+  JQ_INLINE __m256i Code(int s, int i) const { return SignedCode<Q8_K>(at + 32 + 32 * (8 * s + i)); }
+  JQ_INLINE __m256 Scale(int, int) const { return _mm256_castsi256_ps(Load(at)); }
 };
 template <>
 struct Lanes<IQ4_XS> {
@@ -276,7 +296,6 @@ struct Lanes<IQ4_XS> {
     const __m256i scale = _mm256_or_si256(low4, _mm256_slli_epi32(high2, 4));
     return Times(d, _mm256_sub_epi32(scale, _mm256_set1_epi32(32)));
   }
-  JQ_INLINE __m256 Offset(int, int) const { return _mm256_setzero_ps(); }
 };
 template <>
 struct Lanes<TQ2_0> : HalfScale<TQ2_0> {

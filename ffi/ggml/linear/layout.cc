@@ -46,12 +46,10 @@ bool Move(int type_id, const uint8_t* from, uint8_t* to, int64_t n, int64_t k, i
   if (begin >= end || k == 0) return true;
   switch (type_id) {
 #define JQ_CASE(F) \
-  case F::kId:     \
-    return MoveRows<F, kToPrepared>(from, to, n, k, begin, end), true;
+  case F::kId: return MoveRows<F, kToPrepared>(from, to, n, k, begin, end), true;
     JQ_GGML_FORMATS(JQ_CASE)
 #undef JQ_CASE
-    default:
-      return false;
+    default: return false;
   }
 }
 
@@ -60,16 +58,15 @@ bool Move(int type_id, const uint8_t* from, uint8_t* to, int64_t n, int64_t k, i
 bool HasPreparedForm(int type_id) {
   switch (type_id) {
 #define JQ_CASE(F) \
-  case F::kId:     \
-    return kUnits<F>.interleaved;
+  case F::kId: return kUnits<F>.interleaved;
     JQ_GGML_FORMATS(JQ_CASE)
 #undef JQ_CASE
-    default:
-      return false;
+    default: return false;
   }
 }
 
-bool ToPrepared(int type_id, const uint8_t* plain, uint8_t* prepared, int64_t n, int64_t k, int64_t begin, int64_t end) {
+bool ToPrepared(int type_id, const uint8_t* plain, uint8_t* prepared, int64_t n, int64_t k, int64_t begin,
+                int64_t end) {
   return Move<true>(type_id, plain, prepared, n, k, begin, end);
 }
 bool ToPlain(int type_id, const uint8_t* prepared, uint8_t* plain, int64_t n, int64_t k, int64_t begin, int64_t end) {

@@ -24,19 +24,22 @@ struct Units {
 
 template <typename F>
 constexpr Units kUnits = {false, 0, static_cast<int>(sizeof(F)) / 4, static_cast<int>(sizeof(F)) % 4};
-#define JQ_INTERLEAVED(F, lead) \
-  template <>                   \
-  inline constexpr Units kUnits<F> = {true, lead, (static_cast<int>(sizeof(F)) - lead) / 4, (static_cast<int>(sizeof(F)) - lead) % 4};
+#define JQ_INTERLEAVED(F, lead)                                                             \
+  template <>                                                                               \
+  inline constexpr Units kUnits<F> = {true, lead, (static_cast<int>(sizeof(F)) - lead) / 4, \
+                                      (static_cast<int>(sizeof(F)) - lead) % 4};
 JQ_INTERLEAVED(Q4_0, 2)
 JQ_INTERLEAVED(Q4_1, 0)
 JQ_INTERLEAVED(Q5_0, 2)
 JQ_INTERLEAVED(Q5_1, 0)
 JQ_INTERLEAVED(Q8_0, 2)
+JQ_INTERLEAVED(Q8_1, 0)
 JQ_INTERLEAVED(Q2_K, 0)
 JQ_INTERLEAVED(Q3_K, 0)
 JQ_INTERLEAVED(Q4_K, 0)
 JQ_INTERLEAVED(Q5_K, 0)
 JQ_INTERLEAVED(Q6_K, 0)
+JQ_INTERLEAVED(Q8_K, 0)
 JQ_INTERLEAVED(IQ4_NL, 2)
 JQ_INTERLEAVED(IQ4_XS, 0)
 JQ_INTERLEAVED(TQ2_0, 0)

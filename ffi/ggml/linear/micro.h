@@ -3,6 +3,8 @@
 //
 //   int8:   sum = sum + (weight scale * activation scale) * (integer product of a group)
 //           sum = sum + weight offset * (activation scale * sum of activation codes)
+//           where the scales of a block are integers and a factor, for 32 values at a time:
+//           sum = sum + (factor * activation scale) * (sum of integer scale * integer product)
 //   float:  sum = sum + (sum of 32 products, from zero)
 #pragma once
 
@@ -41,78 +43,89 @@ struct PanelSource {
   }
   JQ_INLINE __m256 Scale(int s, int h) const { return _mm256_load_ps(panel->scales[s][h]); }
   JQ_INLINE __m256 Offset(int s, int h) const { return _mm256_load_ps(panel->offsets[s][h]); }
+  JQ_INLINE __m256i IntegerScale(int s, int h) const {
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(panel->integer_scales[s][h]));
+  }
+  JQ_INLINE __m256 Factor() const { return _mm256_load_ps(panel->factor); }
 };
 
-// The integer products of half h (or all) of span s.
+// The integer products of half h (or all) of span s: of integer scales too, where there are some.
 template <typename K, int T, int S, typename Source>
 JQ_INLINE void GroupProducts(const Source (&w)[S], int s, int h, const ActivationSpan* const (&x)[T],
                              __m256i (&sums)[T][S]) {
   constexpr int kWords = K::kGroup / 4;
+  __m256i scales[S];
+#pragma GCC unroll 2
+  for (int v = 0; v < S; ++v) {
+    if constexpr (K::kIntegerScales) {
+      scales[v] = w[v].IntegerScale(s, h);
+    } else {
+      scales[v] = _mm256_set1_epi16(1);
+    }
+  }
 #if defined(JQ_VNNI)
+  constexpr bool kFromZero = K::kTakenBack == Zero::kNone;
 #pragma GCC unroll 4
   for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
-    for (int v = 0; v < S; ++v) sums[t][v] = K::kHasZero ? Broadcast(&x[t]->sums.integer[h]) : _mm256_setzero_si256();
+    for (int v = 0; v < S; ++v) sums[t][v] = kFromZero ? _mm256_setzero_si256() : Broadcast(&x[t]->sums.wide[h]);
   }
 #pragma GCC unroll 8
   for (int i = h * kWords; i < (h + 1) * kWords; ++i) {
     __m256i codes[S];
 #pragma GCC unroll 2
     for (int v = 0; v < S; ++v) codes[v] = w[v].Code(s, i);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
       const __m256i word = Broadcast(x[t]->codes + 4 * i);
 #pragma GCC unroll 2
       for (int v = 0; v < S; ++v) sums[t][v] = _mm256_dpbusd_epi32(sums[t][v], codes[v], word);
     }
   }
-#else
-  const __m256i ones = _mm256_set1_epi16(1);
-  if constexpr (K::kRun == 0) {
-    // No product has two operands of eight signed bits: the sign of the code goes to the activation.
+  if constexpr (K::kIntegerScales) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kWords; ++i) {
-      __m256i codes[S];
+    for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
-      for (int v = 0; v < S; ++v) codes[v] = w[v].Code(s, h * kWords + i);
-#pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) {
-        const __m256i word = Broadcast(x[t]->codes + 4 * (h * kWords + i));
-#pragma GCC unroll 2
-        for (int v = 0; v < S; ++v) {
-          const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes[v]), _mm256_sign_epi8(word, codes[v]));
-          const __m256i wide = _mm256_madd_epi16(pairs, ones);
-          sums[t][v] = i == 0 ? wide : InOrder(_mm256_add_epi32(sums[t][v], wide));
-        }
-      }
+      for (int v = 0; v < S; ++v) sums[t][v] = _mm256_mullo_epi32(sums[t][v], scales[v]);
     }
-  } else {
-    constexpr int kRun = K::kRun < kWords ? K::kRun : kWords;
-    __m256i pairs[T][S];
+  }
+#else
+  constexpr int kRun = K::kRun == 0 ? 1 : K::kRun;
+  __m256i pairs[T][S];
+  if constexpr (K::kTakenBack == Zero::kPairs) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kWords; ++i) {
-      __m256i codes[S];
+    for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
-      for (int v = 0; v < S; ++v) codes[v] = w[v].Code(s, h * kWords + i);
-#pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) {
-        const __m256i word = Broadcast(x[t]->codes + 4 * (h * kWords + i));
+      for (int v = 0; v < S; ++v) pairs[t][v] = Broadcast(x[t]->sums.pairs[h]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kWords; ++i) {
+    __m256i codes[S];
 #pragma GCC unroll 2
-        for (int v = 0; v < S; ++v) {
-          const __m256i product = _mm256_maddubs_epi16(codes[v], word);
-          pairs[t][v] = i % kRun == 0 ? product : InOrder(_mm256_add_epi16(pairs[t][v], product));
-          if (i % kRun == kRun - 1) {
-            const __m256i wide = _mm256_madd_epi16(pairs[t][v], ones);
-            sums[t][v] = i < kRun ? wide : InOrder(_mm256_add_epi32(sums[t][v], wide));
-          }
+    for (int v = 0; v < S; ++v) codes[v] = w[v].Code(s, h * kWords + i);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      const __m256i word = Broadcast(x[t]->codes + 4 * (h * kWords + i));
+#pragma GCC unroll 2
+      for (int v = 0; v < S; ++v) {
+        // No instruction multiplies signed bytes: the sign of a signed code goes to the activation.
+        const __m256i product = K::kRun == 0
+                                    ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes[v]), _mm256_sign_epi8(word, codes[v]))
+                                    : _mm256_maddubs_epi16(codes[v], word);
+        const bool first = i % kRun == 0 && K::kTakenBack != Zero::kPairs;
+        pairs[t][v] = first ? product : InOrder(_mm256_add_epi16(pairs[t][v], product));
+        if (i % kRun == kRun - 1) {
+          const __m256i wide = _mm256_madd_epi16(pairs[t][v], scales[v]);
+          sums[t][v] = i < kRun ? wide : InOrder(_mm256_add_epi32(sums[t][v], wide));
         }
       }
     }
   }
-  if constexpr (K::kHasZero) {
-#pragma GCC unroll 4
+  if constexpr (K::kTakenBack == Zero::kWide) {
+#pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
-      const __m256i correction = Broadcast(&x[t]->sums.integer[h]);
+      const __m256i correction = Broadcast(&x[t]->sums.wide[h]);
 #pragma GCC unroll 2
       for (int v = 0; v < S; ++v) sums[t][v] = _mm256_add_epi32(sums[t][v], correction);
     }
@@ -120,26 +133,51 @@ JQ_INLINE void GroupProducts(const Source (&w)[S], int s, int h, const Activatio
 #endif
 }
 
-template <typename K, int T, int S, typename Source>
-JQ_INLINE void SpanProducts(const Source (&w)[S], int s, const ActivationSpan* const (&x)[T], __m256 (&out)[T][S]) {
-#pragma GCC unroll 2
-  for (int h = 0; h < kSpan / K::kGroup; ++h) {
-    __m256i sums[T][S];
-    GroupProducts<K>(w, s, h, x, sums);
+// out[t][v] += scale * (activation scale) * sums[t][v]
+template <int T, int S>
+JQ_INLINE void AddScaled(const __m256 (&scale)[S], const ActivationSpan* const (&x)[T], const __m256i (&sums)[T][S],
+                         __m256 (&out)[T][S]) {
+#pragma GCC unroll 4
+  for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
     for (int v = 0; v < S; ++v) {
-      const __m256 scale = w[v].Scale(s, h);
-#pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) {
-        const __m256 scales = _mm256_mul_ps(scale, _mm256_broadcast_ss(&x[t]->scale));
-        out[t][v] = _mm256_add_ps(out[t][v], _mm256_mul_ps(scales, _mm256_cvtepi32_ps(sums[t][v])));
-      }
+      const __m256 scales = _mm256_mul_ps(scale[v], _mm256_broadcast_ss(&x[t]->scale));
+      out[t][v] = _mm256_add_ps(out[t][v], _mm256_mul_ps(scales, _mm256_cvtepi32_ps(sums[t][v])));
+    }
+  }
+}
+
+template <typename K, int T, int S, typename Source>
+JQ_INLINE void SpanProducts(const Source (&w)[S], int s, const ActivationSpan* const (&x)[T], __m256 (&out)[T][S]) {
+  __m256 scale[S];
+  if constexpr (K::kIntegerScales) {
+    __m256i sums[T][S], second[T][S];
+    GroupProducts<K>(w, s, 0, x, sums);
+    GroupProducts<K>(w, s, 1, x, second);
+#pragma GCC unroll 2
+    for (int v = 0; v < S; ++v) {
+      scale[v] = w[v].Factor();
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) sums[t][v] = _mm256_add_epi32(sums[t][v], second[t][v]);
+    }
+    AddScaled(scale, x, sums, out);
+  } else {
+#pragma GCC unroll 2
+    for (int h = 0; h < kSpan / K::kGroup; ++h) {
+      __m256i sums[T][S];
+      GroupProducts<K>(w, s, h, x, sums);
+#pragma GCC unroll 2
+      for (int v = 0; v < S; ++v) scale[v] = w[v].Scale(s, h);
+      AddScaled(scale, x, sums, out);
       if constexpr (K::kOffset) {
-        const __m256 offset = w[v].Offset(s, h);
-#pragma GCC unroll 4
-        for (int t = 0; t < T; ++t) {
-          const __m256 sum = _mm256_broadcast_ss(&x[t]->sums.scaled[h]);
-          out[t][v] = _mm256_add_ps(out[t][v], _mm256_mul_ps(offset, sum));
+#pragma GCC unroll 2
+        for (int v = 0; v < S; ++v) {
+          const __m256 offset = w[v].Offset(s, h);
+#pragma GCC unroll 8
+          for (int t = 0; t < T; ++t) {
+            const __m256 sum = _mm256_broadcast_ss(&x[t]->sums.scaled[h]);
+            out[t][v] = _mm256_add_ps(out[t][v], _mm256_mul_ps(offset, sum));
+          }
         }
       }
     }
@@ -209,6 +247,7 @@ __attribute__((noinline)) void Multiply(const Panel* panels, int spans, const Ac
       float* out = sums + t * kPanelRows + v * kLanes;
       for (int s = 0; s < spans; ++s) {
         const ActivationSpan& x = activations[t][s];
+        int32_t scaled[kLanes] = {};
         for (int h = 0; h < kSpan / K::kGroup; ++h) {
           int32_t products[kLanes] = {};
           for (int i = h * kWords; i < (h + 1) * kWords; ++i) {
@@ -219,8 +258,17 @@ __attribute__((noinline)) void Multiply(const Panel* panels, int spans, const Ac
             }
           }
           for (int row = 0; row < kLanes; ++row) {
-            out[row] = out[row] + w.scales[s][h][row] * x.scale * static_cast<float>(products[row]);
-            if constexpr (K::kOffset) out[row] = out[row] + w.offsets[s][h][row] * x.sums.scaled[h];
+            if constexpr (K::kIntegerScales) {
+              scaled[row] += products[row] * w.integer_scales[s][h][row];
+            } else {
+              out[row] = out[row] + w.scales[s][h][row] * x.scale * static_cast<float>(products[row]);
+              if constexpr (K::kOffset) out[row] = out[row] + w.offsets[s][h][row] * x.sums.scaled[h];
+            }
+          }
+        }
+        if constexpr (K::kIntegerScales) {
+          for (int row = 0; row < kLanes; ++row) {
+            out[row] = out[row] + w.factor[row] * x.scale * static_cast<float>(scaled[row]);
           }
         }
       }
@@ -241,7 +289,7 @@ __attribute__((noinline)) void Multiply(const ValuePanel* panels, int count, con
   for (int first = 0; first < count; first += kSpan) {
     const int last = count - first < kSpan ? count : first + kSpan;
     Floats partial[T][S];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
       for (int v = 0; v < S; ++v) partial[t][v] = Floats{};
@@ -250,13 +298,13 @@ __attribute__((noinline)) void Multiply(const ValuePanel* panels, int count, con
       Floats values[S];
 #pragma GCC unroll 2
       for (int v = 0; v < S; ++v) values[v] = *reinterpret_cast<const Floats*>(panels[v].at[k]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
         for (int v = 0; v < S; ++v) partial[t][v] = partial[t][v] + values[v] * x[t][k];
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
       for (int v = 0; v < S; ++v) {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "ffi/ggml/linear/lanes.h"
+#include "ffi/ggml/linear/row_codes.h"
 
 namespace jq {
 namespace ggml {
@@ -14,8 +15,14 @@ namespace {
 // codes[s][i]: values 32 s + 4 i ... + 3 of each row, plus Coding<F>::kZero.
 struct alignas(64) Panel {
   uint8_t codes[kSpans][kSpan / 4][kLanes * 4];
-  float scales[kSpans][2][kLanes];  // the second one where groups are of 16
-  float offsets[kSpans][2][kLanes];
+  union {
+    float scales[kSpans][2][kLanes];  // the second one where groups are of 16
+    int32_t integer_scales[kSpans][2][kLanes];
+  };
+  union {
+    float offsets[kSpans][2][kLanes];
+    float factor[kLanes];  // of integer_scales, in formats whose blocks fill a panel
+  };
 };
 // at[k]: value k of each row.
 struct alignas(64) ValuePanel {
@@ -25,9 +32,13 @@ struct alignas(64) ValuePanel {
 #if defined(__AVX2__)
 template <typename F>
 constexpr bool kHasLanes = kUnits<F>.interleaved;
+template <typename F>
+constexpr bool kHasRowCodes = RowCodes<F>::kKnown;
 #else
 template <typename F>
 constexpr bool kHasLanes = false;
+template <typename F>
+constexpr bool kHasRowCodes = false;
 #endif
 
 #if defined(__AVX2__)
@@ -62,26 +73,23 @@ class Rows {
   JQ_INLINE Rows(const uint8_t* w, Layout layout, int64_t n, int64_t k, int64_t row)
       : interleaved_(layout == Layout::kPrepared && kUnits<F>.interleaved && row + kLanes <= n) {
     const int64_t row_bytes = k / F::kBlock * static_cast<int64_t>(sizeof(F));
+    next_ = kLanes * row_bytes;
     for (int i = 0; i < kLanes; ++i) rows_[i] = w + (row + i < n ? row + i : n - 1) * row_bytes;
   }
 
-  // Block b of row i.
-  JQ_INLINE F Block(int i, int64_t b) const {
-    F block;
-    if (!interleaved_) {
-      memcpy(&block, rows_[i] + b * sizeof(F), sizeof(F));
-      return block;
-    }
+  // Block b of row i: in place, or written to `buffer`.
+  JQ_INLINE const F& Block(int i, int64_t b, F* buffer) const {
+    if (!interleaved_) return reinterpret_cast<const F*>(rows_[i])[b];
     constexpr Units kOf = kUnits<F>;
     const uint8_t* from = rows_[0] + b * kLanes * sizeof(F);
-    uint8_t* to = reinterpret_cast<uint8_t*>(&block);
+    uint8_t* to = reinterpret_cast<uint8_t*>(buffer);
     if constexpr (kOf.lead != 0) memcpy(to, from + i * kOf.lead, kOf.lead);
     for (int word = 0; word < kOf.words; ++word) {
       memcpy(to + kOf.lead + 4 * word, from + kLanes * (kOf.lead + 4 * word) + 4 * i, 4);
     }
     constexpr int kRest = kOf.lead + 4 * kOf.words;
     if constexpr (kOf.tail != 0) memcpy(to + kRest, from + kLanes * kRest + i * kOf.tail, kOf.tail);
-    return block;
+    return *buffer;
   }
 
   // Block b of all rows in the prepared form: in place, or written to `buffer`.
@@ -104,18 +112,28 @@ class Rows {
     return buffer;
   }
 
-  // Asks for what will be read some blocks after b. Prepared blocks are read in an order that the hardware does not
-  // foresee; plain rows end before it has seen the pattern, so that they must fetch the next eight rows too.
+  // Asks for what will be read some time after block b. The hardware does not foresee the order in which a block is
+  // read whose scale comes last, and rows that are read eight at a time end before it has seen the pattern.
   JQ_INLINE void Prefetch(int64_t b) const {
-    constexpr int64_t kLine = 64, kAhead = 2048;
+    constexpr int64_t kLine = 64, kBytes = sizeof(F), kAhead = 2048;
     if (interleaved_) {
-      const uint8_t* at = rows_[0] + b * kLanes * sizeof(F) + kAhead;
-      for (int64_t byte = 0; byte < static_cast<int64_t>(kLanes * sizeof(F)); byte += kLine) __builtin_prefetch(at + byte);
+      if constexpr (kUnits<F>.tail != 0) {
+        const uint8_t* at = rows_[0] + b * kLanes * kBytes + kAhead;
+        for (int64_t byte = 0; byte < kLanes * kBytes; byte += kLine) __builtin_prefetch(at + byte);
+      }
       return;
+    }
+    // Once for each line, where blocks are shorter.
+    constexpr int64_t kBlocks = kBytes < kLine ? kLine / kBytes : 1;
+    if (b % kBlocks != 0) return;
+    for (int row = 0; row < kLanes; ++row) {
+      const uint8_t* at = rows_[row] + b * kBytes + next_;
+      for (int64_t byte = 0; byte < kBytes; byte += kLine) __builtin_prefetch(at + byte);
     }
   }
 
-  JQ_INLINE const uint8_t* Row(int i) const { return rows_[i]; }
+  // Value k of row i of a float format.
+  JQ_INLINE const F& Value(int i, int64_t k) const { return reinterpret_cast<const F*>(rows_[i])[k]; }
 
  private:
   template <int size>
@@ -124,8 +142,35 @@ class Rows {
   }
 
   const uint8_t* rows_[kLanes];
+  int64_t next_;  // from a row to that of the next eight
   bool interleaved_;
 };
+
+#if defined(__AVX2__)
+JQ_INLINE __m256 LoadEight(const F32* values) { return _mm256_loadu_ps(reinterpret_cast<const float*>(values)); }
+JQ_INLINE __m256 LoadEight(const F16* values) { return HalvesToFloat(reinterpret_cast<const uint8_t*>(values)); }
+JQ_INLINE __m256 LoadEight(const BF16* values) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+// Column i to `to` + i * stride.
+JQ_INLINE void Transpose(const __m256 (&rows)[kLanes], float* to, int stride) {
+  __m256 fours[kLanes];  // of four rows each: columns 0 and 4, 1 and 5, 2 and 6, 3 and 7
+  for (int half = 0; half < 2; ++half) {
+    const __m256* r = rows + 4 * half;
+    const __m256 a = _mm256_unpacklo_ps(r[0], r[1]), b = _mm256_unpackhi_ps(r[0], r[1]);
+    const __m256 c = _mm256_unpacklo_ps(r[2], r[3]), d = _mm256_unpackhi_ps(r[2], r[3]);
+    fours[4 * half] = _mm256_shuffle_ps(a, c, 0x44);
+    fours[4 * half + 1] = _mm256_shuffle_ps(a, c, 0xee);
+    fours[4 * half + 2] = _mm256_shuffle_ps(b, d, 0x44);
+    fours[4 * half + 3] = _mm256_shuffle_ps(b, d, 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + stride * i, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20));
+    _mm256_storeu_ps(to + stride * (i + 4), _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31));
+  }
+}
+#endif
 
 // Values [first, first + 32 spans) of each row; first is a multiple of kStretch.
 template <typename F>
@@ -134,6 +179,7 @@ void Fill(const Rows<F>& rows, int64_t first, int spans, Panel* panel) {
   constexpr int kBlockSpans = F::kBlock / kSpan, kGroups = kSpan / C::kGroup;
   for (int span = 0; span < spans; span += kBlockSpans) {
     const int64_t b = first / F::kBlock + span / kBlockSpans;
+    rows.Prefetch(b);
 #if defined(__AVX2__)
     if constexpr (kHasLanes<F>) {
       alignas(64) uint8_t buffer[kLanes * sizeof(F)];
@@ -146,22 +192,48 @@ void Fill(const Rows<F>& rows, int64_t first, int spans, Panel* panel) {
         }
 #pragma GCC unroll 2
         for (int h = 0; h < kGroups; ++h) {
-          _mm256_store_ps(panel->scales[span + s][h], block.Scale(s, h));
+          if constexpr (kIntegerScales<F>) {
+            __m256i* scales = reinterpret_cast<__m256i*>(panel->integer_scales[s][h]);
+            _mm256_store_si256(scales, block.IntegerScale(s, h));
+          } else {
+            _mm256_store_ps(panel->scales[span + s][h], block.Scale(s, h));
+          }
           if constexpr (C::kOffset) _mm256_store_ps(panel->offsets[span + s][h], block.Offset(s, h));
         }
       }
+      if constexpr (kIntegerScales<F>) _mm256_store_ps(panel->factor, block.Factor());
       continue;
     }
 #endif
     int8_t codes[kBlockSpans][kLanes][kSpan];
     for (int row = 0; row < kLanes; ++row) {
-      const F block = rows.Block(row, b);
+      F buffer;
+      const F& block = rows.Block(row, b, &buffer);
       for (int s = 0; s < kBlockSpans; ++s) {
         for (int h = 0; h < kGroups; ++h) {
-          Decoder<F>::Group(block, s * kGroups + h, codes[s][row] + h * C::kGroup, &panel->scales[span + s][h][row],
-                            &panel->offsets[span + s][h][row]);
+          const int g = s * kGroups + h;
+          int8_t group[C::kGroup];
+          float scale, offset;
+          Decoder<F>::Group(block, g, group, &scale, &offset);
+          if constexpr (kIntegerScales<F>) {
+            panel->integer_scales[span + s][h][row] = IntegerScale(block, g);
+            panel->factor[row] = ToFloat(block.d);
+          } else {
+            panel->scales[span + s][h][row] = scale;
+          }
+          if constexpr (C::kOffset) panel->offsets[span + s][h][row] = offset;
+          if constexpr (!kHasRowCodes<F>) {
+            for (int j = 0; j < C::kGroup; ++j) {
+              codes[s][row][h * C::kGroup + j] = static_cast<int8_t>(group[j] + C::kZero);
+            }
+          }
         }
-        for (int j = 0; j < kSpan; ++j) codes[s][row][j] = static_cast<int8_t>(codes[s][row][j] + C::kZero);
+#if defined(__AVX2__)
+        if constexpr (kHasRowCodes<F>) {
+          const __m256i span_codes = _mm256_add_epi8(RowCodes<F>::Span(block, s), Bytes(C::kZero));
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes[s][row]), span_codes);
+        }
+#endif
       }
     }
     for (int s = 0; s < kBlockSpans; ++s) {
@@ -173,17 +245,29 @@ void Fill(const Rows<F>& rows, int64_t first, int spans, Panel* panel) {
   }
 }
 
+template <typename F>
+JQ_INLINE float ScaleOf(const Panel& panel, int s, int h, int row) {
+  if constexpr (kIntegerScales<F>) {
+    // The low half alone: both may hold it.
+    return panel.factor[row] * static_cast<float>(static_cast<int16_t>(panel.integer_scales[s][h][row]));
+  }
+  return panel.scales[s][h][row];
+}
+
 // Values [first, first + count) of each row as float32; first is a multiple of kStretch.
 template <typename F>
 void Fill(const Rows<F>& rows, int64_t first, int count, ValuePanel* panel) {
   if constexpr (kIsFloat<F>) {
+    int done = 0;
+#if defined(__AVX2__)
+    for (; done + kLanes <= count; done += kLanes) {
+      __m256 of_row[kLanes];
+      for (int row = 0; row < kLanes; ++row) of_row[row] = LoadEight(&rows.Value(row, first + done));
+      Transpose(of_row, panel->at[done], kLanes);
+    }
+#endif
     for (int row = 0; row < kLanes; ++row) {
-      const uint8_t* from = rows.Row(row) + first * sizeof(F);
-      for (int j = 0; j < count; ++j) {
-        F value;
-        memcpy(&value, from + j * sizeof(F), sizeof(F));
-        panel->at[j][row] = LoadValue(value);
-      }
+      for (int j = done; j < count; ++j) panel->at[j][row] = LoadValue(rows.Value(row, first + j));
     }
   } else {
     Panel codes;
@@ -201,7 +285,7 @@ void Fill(const Rows<F>& rows, int64_t first, int count, ValuePanel* panel) {
             const int32_t raw = C::kZero == 0 && kCodes<F>.lowest < 0
                                     ? static_cast<int32_t>(static_cast<uint32_t>(word) << (24 - 8 * j)) >> 24
                                     : (word >> (8 * j) & 255) - C::kZero;
-            float value = codes.scales[s][h][row] * static_cast<float>(raw);
+            float value = ScaleOf<F>(codes, s, h, row) * static_cast<float>(raw);
             if constexpr (C::kOffset) value = value + codes.offsets[s][h][row];
             panel->at[s * kSpan + i * 4 + j][row] = value;
           }

@@ -1,0 +1,98 @@
+"""The block formats' part of `jaxquant.testing.conformance`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxquant._core import ffi
+from jaxquant.ggml import codec, products, reference
+from jaxquant.ggml.formats import BlockFormat, formats
+from jaxquant.ggml.layout import arrange
+from jaxquant.ggml.qtensor import QTensor, quantize
+
+# bits(operation, what, actual, expected), close(operation, what, actual, expected, most): comparisons that count.
+Bits = Callable[[str, str, Any, np.ndarray], None]
+
+_EXPERTS, _ROWS = 3, 9
+_TOKENS = (1, 5, 20)  # a few, and more than a tile; the emulated kernels are slow
+_CHOSEN = np.array([[0, 2], [2, 2], [-1, 0]], np.int32)
+
+
+def _host_quantize(kind: BlockFormat, x: np.ndarray, imatrix: np.ndarray | None) -> np.ndarray:
+    module = ffi.module("cpu")
+    assert module is not None
+    out = np.zeros((*x.shape[:-1], kind.row_bytes(x.shape[-1])), np.uint8)
+    weights = (
+        None if imatrix is None else np.ascontiguousarray(np.broadcast_to(imatrix, x.shape)).reshape(-1, x.shape[-1])
+    )
+    module.ggml_quantize(kind.type_id, x.reshape(-1), x.shape[-1], weights, out.reshape(-1))
+    return out
+
+
+def _values(kind: BlockFormat, data: np.ndarray) -> np.ndarray:
+    """By jax.numpy on the host, which shares nothing with the kernels."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return np.asarray(reference.dequantize(jnp.asarray(data), kind.name))
+
+
+def check(bits: Bits, close: Callable[[str, str, Any, np.ndarray, float], None], implementation: str | None) -> None:
+    """Every format and operation on the default platform.
+
+    Values against jax.numpy on the host, bytes against the host's quantiser, products against float64.
+    """
+    rng = np.random.default_rng(0)
+    use = {"implementation": implementation}
+    for kind in formats.values():
+        k = max(2 * kind.block_size, 64)
+        x = rng.standard_normal((_EXPERTS, _ROWS, k)).astype(np.float32)
+        imatrix = (x**2).sum((0, 1))
+        data = _host_quantize(kind, x, imatrix)
+        bits("ggml_quantize", f"{kind.name}, importances", quantize(x, kind, imatrix=imatrix, **use).data, data)
+        if not kind.requires_imatrix:
+            bits("ggml_quantize", kind.name, quantize(x, kind, **use).data, _host_quantize(kind, x, None))
+
+        w, wide = QTensor(jnp.asarray(data), kind), _values(kind, data)
+        bits("ggml_dequantize", kind.name, w.dequantize(**use), wide)
+        half = wide.astype(np.float16)
+        bits("ggml_dequantize", f"{kind.name} to float16", w.dequantize(jnp.float16, **use), half)
+        ids = np.array([0, _ROWS - 1, -1, _ROWS, 3])
+        inside = ((ids >= 0) & (ids < _ROWS))[:, None]
+        taken = np.where(inside, wide[0][np.clip(ids, 0, _ROWS - 1)], np.float32(0))
+        bits("ggml_take", kind.name, w[0].take(ids, **use), taken)
+        params = {"format": kind.name, "implementation": implementation}
+        there = codec.ggml_prepare_p.bind(w.data, prepare=True, **params)
+        bits("ggml_prepare", kind.name, there, np.asarray(arrange(jnp.asarray(data), kind.name, prepare=True)))
+        bits("ggml_prepare", f"{kind.name}, back", codec.ggml_prepare_p.bind(there, prepare=False, **params), data)
+
+        prepared = QTensor(there, kind, "prepared")
+        exact = wide.astype(np.float64)
+        for tokens in _TOKENS if implementation != "cuda_emulation" else _TOKENS[1:2]:
+            tall = rng.standard_normal((tokens, k)).astype(np.float32)
+            product = tall.astype(np.float64) @ exact[0].T
+            for layout, each in (("plain", w), ("prepared", prepared)):
+                what = f"{kind.name}, {layout}, {tokens} tokens"
+                y = products.linear(tall, each[0], lhs_qtype=None, **use)
+                close("ggml_linear", f"{what}, float", y, product, 1e-10)
+                # The bound of 1e-4 is for many products; a few scatter.
+                most = 1e-4 if tokens * _ROWS > 100 else 4e-4
+                close("ggml_linear", f"{what}, int8", products.linear(tall, each[0], **use), product, most)
+                dy = rng.standard_normal((tokens, _ROWS)).astype(np.float32)
+                dx = jax.vjp(lambda x, each=each: products.linear(x, each[0], **use), jnp.asarray(tall))[1](dy)[0]
+                close("ggml_linear_gradient", what, dx, dy.astype(np.float64) @ exact[0], 1e-10)
+        few = rng.standard_normal((3, 1, k)).astype(np.float32)
+        known = (_CHOSEN >= 0)[..., None]
+        product = np.where(known, np.einsum("tk,tsnk->tsn", few[:, 0].astype(np.float64), exact[_CHOSEN]), 0.0)
+        dy = rng.standard_normal((3, 2, _ROWS)).astype(np.float32)
+        gradient = np.where(known, np.einsum("tsn,tsnk->tsk", dy.astype(np.float64), exact[_CHOSEN]), 0.0)
+        for layout, each in (("plain", w), ("prepared", prepared)):
+            y, backward = jax.vjp(
+                lambda x, each=each: products.moe_linear(x, each, _CHOSEN, lhs_qtype=None, **use), jnp.asarray(few)
+            )
+            close("ggml_moe_linear", f"{kind.name}, {layout}", y, product, 1e-10)
+            dx = backward(jnp.asarray(dy))[0]
+            close("ggml_moe_linear_gradient", f"{kind.name}, {layout}", dx, gradient.sum(1, keepdims=True), 1e-10)
