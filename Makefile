@@ -68,7 +68,7 @@ smoke-oldest: $(SOURCES)
 	@test -n "$(PYTHON311)" || { echo "the oldest JAX is tested on Python 3.11: set PYTHON311=/path/to/python3.11"; exit 1; }
 	@test -d .venv-oldest || $(PYTHON311) -m venv .venv-oldest
 	@.venv-oldest/bin/$(PIP) --upgrade pip
-	@.venv-oldest/bin/$(PIP) . 'jax==0.8.0' 'jaxlib==0.8.0' pytest pytest-xdist hypothesis ml_dtypes flatbuffers
+	@.venv-oldest/bin/$(PIP) . -C cmake.define.JAXQUANT_ALL_ISAS=OFF 'jax==0.8.0' 'jaxlib==0.8.0' pytest pytest-xdist hypothesis ml_dtypes flatbuffers
 	.venv-oldest/bin/pytest -n auto -q -m smoke
 
 $(VENV)/bench: $(VENV)/quickstart

@@ -12,7 +12,7 @@ site=$build/site
 "$python" -m pip install --quiet --progress-bar off nanobind cmake ninja
 bin=$(dirname "$python")
 "$bin/cmake" -S "$top" -B "$build" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -DPython_EXECUTABLE="$python" \
-  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1" -DJAXQUANT_CUDA=OFF -DJAXQUANT_EMULATION=ON \
+  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1" -DJAXQUANT_CUDA=OFF -DJAXQUANT_EMULATION=ON -DJAXQUANT_ALL_ISAS=OFF \
   -DJAXQUANT_SANITIZE=address,undefined > "$build.log" 2>&1 || { cat "$build.log"; exit 1; }
 "$bin/cmake" --build "$build" >> "$build.log" 2>&1 || { tail -n 60 "$build.log"; exit 1; }
 rm -rf "$site" && mkdir -p "$site"

@@ -11,11 +11,9 @@ namespace jq {
   extern const CpuKernels cpu_kernels; \
   }
 JQ_DECLARE(portable)
-#if defined(JQ_X86_LEVELS)
 JQ_DECLARE(v2)
 JQ_DECLARE(v3)
 JQ_DECLARE(v4)
-#endif
 
 namespace {
 
@@ -27,10 +25,14 @@ struct Candidate {
 const CpuKernels& Choose() {
   const Candidate candidates[] = {
       {&portable::cpu_kernels, true},
-#if defined(JQ_X86_LEVELS)
+#if defined(JQ_HAS_v2)
       {&v2::cpu_kernels, __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("ssse3")},
+#endif
+#if defined(JQ_HAS_v3)
       {&v3::cpu_kernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                              __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c")},
+#endif
+#if defined(JQ_HAS_v4)
       {&v4::cpu_kernels, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                              __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                              __builtin_cpu_supports("avx512vl")},
@@ -53,12 +55,6 @@ const CpuKernels& CpuKernelsHere() {
   return chosen;
 }
 
-const char* CompiledIsas() {
-#if defined(JQ_X86_LEVELS)
-  return "portable v2 v3 v4";
-#else
-  return "portable";
-#endif
-}
+const char* CompiledIsas() { return JQ_COMPILED_ISAS; }
 
 }  // namespace jq

@@ -24,7 +24,7 @@ namespace ggml {
 
 inline const CpuKernels& KernelsHere() { return *CpuKernelsHere().ggml; }
 
-#if defined(JQ_X86_LEVELS)
+#if defined(JQ_HAS_v4)
 namespace vnni {
 extern const LinearKernels linear_kernels;
 }
@@ -32,7 +32,7 @@ extern const LinearKernels linear_kernels;
 
 // Products have a level of their own beyond v4, whose bits are the same.
 inline const LinearKernels& LinearKernelsHere() {
-#if defined(JQ_X86_LEVELS)
+#if defined(JQ_HAS_v4)
   static const bool has_vnni = std::strcmp(CpuKernelsHere().isa, "v4") == 0 && __builtin_cpu_supports("avx512vnni");
   if (has_vnni) return vnni::linear_kernels;
 #endif

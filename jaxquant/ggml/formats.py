@@ -56,7 +56,7 @@ class BlockFormat:
         if row_bytes % self.type_size:
             raise ValueError(
                 f"{self.name}: data: expected whole blocks of {self.type_size} bytes along the last axis, got "
-                f"{row_bytes} bytes; is it another format?"
+                f"{row_bytes} bytes; check the format."
             )
         return row_bytes // self.type_size * self.block_size
 
@@ -106,10 +106,8 @@ REMOVED = {
 
 def find(operation: str, format: str | BlockFormat) -> BlockFormat:
     """The format of a name, in any case, or a ValueError that lists the names."""
-    if isinstance(format, BlockFormat):
-        return format
-    found = formats.get(str(format).upper())
-    if found is None:
+    found = formats.get(format.name if isinstance(format, BlockFormat) else str(format).upper())
+    if found is None or (isinstance(format, BlockFormat) and format != found):
         raise ValueError(
             f"{operation}: format: expected one of {', '.join(formats)}, got {format!r}; see jaxquant.ggml.formats."
         )

@@ -184,8 +184,9 @@ class QTensor:
     def prepare(self) -> QTensor:
         """The same tensor in the order of bytes that products prefer; every operation takes both, with equal results.
 
-        Worth it for weights that are used more than once. Rows are interleaved by eights: leading axes can be indexed
-        and sharded as before, rows only in eights, and the last axis no more.
+        Worth it for weights that are multiplied more than once. Rows are interleaved by eights: leading axes can be
+        indexed and sharded as before, rows only in eights, and the last axis no more. `take` and `dequantize` put the
+        whole tensor back in order first, so keep embeddings plain.
 
         >>> ggml.QTensor.zeros((8, 256), "Q4_K").prepare().layout
         'prepared'

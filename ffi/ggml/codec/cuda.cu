@@ -75,8 +75,8 @@ template <typename F>
 __global__ void __launch_bounds__(kTileWarps* kWarp) DequantizeKernel(Parameters p) {
   using D = Decoder<F>;
   constexpr int kBlocks = kTile / F::kBlock;
-  constexpr int kVectors = (kBlocks * static_cast<int>(sizeof(F)) + 15) / 16;
-  JQ_SHARED(uint4, packed, kTileWarps, kVectors);
+  constexpr int kBytes = kBlocks * static_cast<int>(sizeof(F));
+  JQ_SHARED(uint4, packed, kTileWarps, (kBytes + 15) / 16);
   JQ_SHARED(uint4, decoded, kTileWarps, kWarp * kValueVectors);
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   const int value_bytes = p.out_type == DType::kF32 ? 4 : 2;
@@ -86,8 +86,7 @@ __global__ void __launch_bounds__(kTileWarps* kWarp) DequantizeKernel(Parameters
     const Place place = PlaceOf<kBlocks>(p, tile);
     if (place.source >= 0) {
       const uint8_t* from = p.data + (place.source * p.row_blocks + place.first) * static_cast<int64_t>(sizeof(F));
-      CopyByWarp<kBlocks * static_cast<int>(sizeof(F))>(from, packed[warp], place.count * static_cast<int>(sizeof(F)),
-                                                        lane);
+      CopyByWarp<kBytes>(from, packed[warp], place.count * static_cast<int>(sizeof(F)), lane);
     }
     __syncwarp();
     if (lane * kEach < place.count * F::kBlock) {
@@ -254,11 +253,11 @@ const char* DequantizeOnCuda(const DequantizeArguments& a, CudaStream stream) {
   p.tiles = rows * row_tiles;
   const unsigned grid = GridSize(p.tiles, kTileWarps);
   switch (a.type_id) {
-#define JQ_CASE(F)                                                        \
-  case F::kId: {                                                          \
-    const DequantizeKernelOf kernel = KernelOf<F>();                      \
-    JQ_LAUNCH(kernel, grid, kTileWarps * kWarp, 0, stream, p);            \
-    return LaunchError();                                                 \
+#define JQ_CASE(F)                                             \
+  case F::kId: {                                               \
+    const DequantizeKernelOf kernel = KernelOf<F>();           \
+    JQ_LAUNCH(kernel, grid, kTileWarps * kWarp, 0, stream, p); \
+    return LaunchError();                                      \
   }
     JQ_GGML_FORMATS(JQ_CASE)
 #undef JQ_CASE

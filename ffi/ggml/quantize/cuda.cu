@@ -3,7 +3,8 @@
 //
 // A device cannot refuse values. Where the CPU's kernel returns an error, the scales here become NaN: of blocks with a
 // value that is not finite (of whole rows, where legacy formats weigh a row as a whole), and of whole rows whose
-// importance matrix has an infinity, NaN or a negative weight, or zeros alone. ggml.validate() finds them, and what is computed with them is NaN; but NVFP4's NaN counts as zero.
+// importance matrix has an infinity, NaN or a negative weight, or zeros alone. ggml.validate() finds them, and what is
+// computed with them is NaN; but NVFP4's NaN counts as zero.
 #if defined(__CUDACC__)
 #pragma nv_diag_suppress 20091  // tables of the device, in functions that are for the host too but not called there
 #endif
@@ -18,19 +19,18 @@ namespace jq {
 namespace ggml {
 namespace {
 
-#define JQ_ON_DEVICE(X) \
-  X(Q1_0) X(Q2_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q8_1) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(Q8_K) \
-      X(IQ4_NL) X(IQ4_XS) X(TQ1_0) X(TQ2_0) X(MXFP4) X(NVFP4)
+#define JQ_ON_DEVICE(X)                                                                                             \
+  X(Q1_0)                                                                                                           \
+  X(Q2_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q8_1) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(Q8_K) X(IQ4_NL) \
+      X(IQ4_XS) X(TQ1_0) X(TQ2_0) X(MXFP4) X(NVFP4)
 
 template <typename F>
 constexpr bool kLegacy = F::kId == Q4_0::kId || F::kId == Q4_1::kId || F::kId == Q5_0::kId || F::kId == Q5_1::kId;
 template <typename F>
-constexpr bool kUsesWeights = kLegacy<F> || (F::kId >= Q2_K::kId && F::kId <= Q6_K::kId) ||
-                              F::kId == IQ4_NL::kId || F::kId == IQ4_XS::kId;
+constexpr bool kUsesWeights =
+    kLegacy<F> || (F::kId >= Q2_K::kId && F::kId <= Q6_K::kId) || F::kId == IQ4_NL::kId || F::kId == IQ4_XS::kId;
 
-__device__ __forceinline__ bool IsFinite(float value) {
-  return (BitCast<uint32_t>(value) & 0x7fffffffu) < 0x7f800000u;
-}
+__device__ __forceinline__ bool IsFinite(float value) { return (BitCast<uint32_t>(value) & 0x7fffffffu) < 0x7f800000u; }
 
 // In the reference's order, so by every thread for itself; those of a warp read the same values.
 __device__ __forceinline__ float MeanSquare(const float* x, int64_t n, bool* finite) {
