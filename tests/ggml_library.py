@@ -15,7 +15,7 @@ _TO_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_in
 
 
 class _Traits(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012 (ctypes wants a list)
+    _fields_ = [
         ("name", ctypes.c_char_p),
         ("block_size", ctypes.c_int64),
         ("interleave", ctypes.c_int64),
@@ -47,7 +47,7 @@ def traits(type_id: int) -> Any:
 
 
 def quantize(type_id: int, x: np.ndarray, imatrix: np.ndarray | None = None) -> np.ndarray:
-    """Bytes [rows, row_bytes] of x [rows, n]: ggml_quantize_chunk, or the reference row quantiser for activation formats.
+    """Bytes [rows, row_bytes] of x [rows, n]: ggml_quantize_chunk, or the reference quantiser of activation formats.
 
     imatrix: [n], for all rows.
     """

@@ -17,10 +17,8 @@ namespace ggml {
 
 inline ffi::Error FindFormat(const char* name, int64_t type_id, FormatSize* size) {
   switch (type_id) {
-#define JQ_CASE(F)                                             \
-  case F::kId:                                                 \
-    *size = {F::kBlock, static_cast<int64_t>(sizeof(F))};      \
-    return ffi::Error::Success();
+#define JQ_CASE(F) \
+  case F::kId: *size = {F::kBlock, static_cast<int64_t>(sizeof(F))}; return ffi::Error::Success();
     JQ_GGML_FORMATS(JQ_CASE)
 #undef JQ_CASE
     default: return Refuse(name, "format", "the type id of a GGML format", type_id);
@@ -238,7 +236,8 @@ class Handlers {
   static ffi::Error ReadImatrix(const char* name, Any x, Any imatrix, QuantizeArguments* a) {
     const auto xs = x.dimensions(), is = imatrix.dimensions();
     const int leading = static_cast<int>(xs.size()) - 1;
-    if (leading > kMaxLeading) return Refuse(name, "x", "at most " + std::to_string(kMaxLeading + 1) + " axes", Shape(x));
+    if (leading > kMaxLeading)
+      return Refuse(name, "x", "at most " + std::to_string(kMaxLeading + 1) + " axes", Shape(x));
     a->leading = leading;
     int64_t stride = is[leading];
     for (int d = leading - 1; d >= 0; --d) {
