@@ -1,6 +1,6 @@
 """What only a machine with a GPU can show, in one script for a few minutes: no network, most telling stages first.
 
-    python tools/gpu.py test             import, one launch, bits, graph capture, compute-sanitizer
+    python tools/gpu.py test             import, one launch, bits, block formats, graph capture, compute-sanitizer
     python tools/gpu.py bench            bandwidth beside a copy, and beside jax.numpy
     python tools/gpu.py test --rehearse  the same stages on the CPU with the emulated kernels, to try the script
 
@@ -92,6 +92,13 @@ def stage_launch(rehearse: bool) -> dict[str, Any]:
     x = np.array([45.5, 87.5, 101.5, -0.3, 1e30], np.float32)
     out = _run(lambda x: jaxquant.fake_quantize(x, 7.0, implementation=implementation), [x], rehearse, True)
     assert out.tolist() == [42.0, 84.0, 98.0, 0.0, 889.0], out
+    from jaxquant import ggml
+
+    w = ggml.quantize(np.ones((24, 256), np.float32), "Q4_K").prepare()
+    for tokens in (1, 24):
+        y = _run(lambda x: ggml.linear(x, w, implementation=implementation), [np.ones((tokens, 256), np.float32)],
+                 rehearse, True)  # fmt: skip
+        assert abs(y - 256).max() < 1, y
     return {"out": out.tolist()}
 
 
@@ -253,8 +260,61 @@ def stage_bench(rehearse: bool) -> dict[str, Any]:
     return {"copy_bytes_per_s": bandwidth, "rows": rows, "device": str(jax.devices()[0])}
 
 
+def stage_ggml(rehearse: bool) -> dict[str, Any]:
+    """The block formats: values and bytes as on the host, products within their bounds, one row as in a batch."""
+    import numpy as np
+
+    from jaxquant import ggml, testing
+
+    implementation = "cuda_emulation" if rehearse else "ffi"
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((70, 512)).astype(np.float32)
+    for name in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4", "Q2_K"):
+        w = ggml.quantize(rng.standard_normal((40, 512)).astype(np.float32), name).prepare()
+        whole = np.asarray(ggml.linear(x, w, implementation=implementation))
+        for rows in ((3, 4), (0, 5), (9, 40)):
+            part = np.asarray(ggml.linear(x[slice(*rows)], w, implementation=implementation))
+            assert np.array_equal(part, whole[slice(*rows)]), f"{name}: rows {rows} differ from those of the batch"
+    return {"report": str(testing.conformance(implementation))}
+
+
+def stage_ggml_bench(rehearse: bool) -> dict[str, Any]:
+    """Products of block-quantised weights that rotate over more memory than the cache holds."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxquant import ggml
+
+    implementation = "cuda_emulation" if rehearse else "ffi"
+    n = k = 256 if rehearse else 8192
+    rows = {}
+    print(f"{'work':<34}{'us':>9}{'GB/s':>8}{'Tops':>8}")
+    for name in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4"):
+        w = ggml.quantize(jax.random.normal(jax.random.key(0), (n, k)), name).prepare()
+        copies = [jax.tree.map(lambda a: jnp.array(a, copy=True), w) for _ in range(1 if rehearse else 4)]
+        for m in (1, 8, 64, 512)[: 2 if rehearse else 4]:
+            x = jax.random.normal(jax.random.key(1), (m, k)).astype(jnp.bfloat16)
+            linear = jax.jit(lambda x, w: ggml.linear(x, w, implementation=implementation))
+            for each in copies:
+                jax.block_until_ready(linear(x, each))
+            times = []
+            for _ in range(2 if rehearse else 20):
+                start = time.perf_counter()
+                out = [linear(x, each) for each in copies]
+                jax.block_until_ready(out)
+                times.append((time.perf_counter() - start) / len(copies))
+            seconds = statistics.median(times)
+            rows[f"{name}, {m} tokens"] = seconds
+            print(f"{name + f' {n} x {k}, {m} tokens':<34}{seconds * 1e6:>9.1f}{w.nbytes / seconds / 1e9:>8.0f}"
+                  f"{2 * m * n * k / seconds / 1e12:>8.1f}", flush=True)  # fmt: skip
+    return {"rows": rows, "device": str(jax.devices()[0])}
+
+
 STAGES = {name[6:]: function for name, function in list(globals().items()) if name.startswith("stage_")}
-COMMANDS = {"test": {"import": 60, "launch": 90, "bits": 240, "capture": 60, "sanitizer": 100}, "bench": {"bench": 300}}
+COMMANDS = {
+    "test": {"import": 60, "launch": 90, "bits": 160, "ggml": 150, "capture": 60, "sanitizer": 80},
+    "bench": {"bench": 280, "ggml_bench": 280},
+}
 _CAPTURE = "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
 
 
