@@ -263,14 +263,14 @@ class TestExperts:
             one = [a[i] if axis == 0 else a for a, axis in zip(operands, axes, strict=True)]
             assert oracle.nmse(y[i], oracle.moe_linear(*one, "Q8_0")) <= EXACT
 
-    @pytest.mark.parametrize("manual", [{"a"}, {"a", "b"}], ids=str)
+    @pytest.mark.parametrize("manual", ["a", "ab"])
     def test_shard_map(self, manual):
         """Tokens over an axis, the weights replicated; another axis of the mesh is automatic, or idle."""
         mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         over, whole = jax.sharding.PartitionSpec("a"), jax.sharding.PartitionSpec()
         x, data, ids = normal(8, 1, 64), weights_of("Q8_0", 4, 5, 64), self.ids(8, 2, 4)
         f = functools.partial(reference.moe_linear, format="Q8_0")
-        f = jax.shard_map(f, mesh=mesh, in_specs=(over, whole, over), out_specs=over, axis_names=manual)
+        f = jax.shard_map(f, mesh=mesh, in_specs=(over, whole, over), out_specs=over, axis_names=set(manual))
         assert oracle.nmse(compiled(f, x, data, ids), oracle.moe_linear(x, data, ids, "Q8_0")) <= EXACT
 
     @pytest.mark.parametrize("sizes", [(3, 0, 5), (8, 0, 0), (2, 1, 1), (0, 0, 0)], ids=str)
