@@ -198,13 +198,13 @@ struct NVFP4 {
 #pragma pack(pop)
 
 // Every format, for tables: X(name).
-#define JQ_GGML_QUANTISED(X)                                                                                   \
-  X(Q1_0)                                                                                                      \
-  X(Q2_0)                                                                                                      \
-  X(Q4_0)                                                                                                      \
-  X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q8_1) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(Q8_K) X(IQ2_XXS) X(IQ2_XS) \
-      X(IQ2_S) X(IQ3_XXS) X(IQ3_S) X(IQ1_S) X(IQ1_M) X(IQ4_NL) X(IQ4_XS) X(TQ1_0) X(TQ2_0) X(MXFP4) X(NVFP4)
+// clang-format off
+#define JQ_GGML_QUANTISED(X) \
+  X(Q1_0) X(Q2_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q8_1) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(Q8_K) \
+  X(IQ2_XXS) X(IQ2_XS) X(IQ2_S) X(IQ3_XXS) X(IQ3_S) X(IQ1_S) X(IQ1_M) \
+  X(IQ4_NL) X(IQ4_XS) X(TQ1_0) X(TQ2_0) X(MXFP4) X(NVFP4)
 #define JQ_GGML_FORMATS(X) X(F32) X(F16) X(BF16) JQ_GGML_QUANTISED(X)
+// clang-format on
 
 static_assert(sizeof(Q1_0) == 18 && sizeof(Q2_0) == 18 && sizeof(Q4_0) == 18 && sizeof(Q4_1) == 20, "layout");
 static_assert(sizeof(Q5_0) == 22 && sizeof(Q5_1) == 24 && sizeof(Q8_0) == 34 && sizeof(Q8_1) == 36, "layout");

@@ -19,11 +19,11 @@ namespace jq {
 namespace ggml {
 namespace {
 
-#define JQ_ON_DEVICE(X)                                                                                               \
-  X(Q1_0)                                                                                                             \
-  X(Q2_0)                                                                                                             \
-  X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q8_1) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(Q8_K) X(IQ4_NL) X(IQ4_XS) \
-      X(TQ1_0) X(TQ2_0) X(MXFP4) X(NVFP4)
+// clang-format off
+#define JQ_ON_DEVICE(X) \
+  X(Q1_0) X(Q2_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q8_1) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(Q8_K) \
+  X(IQ4_NL) X(IQ4_XS) X(TQ1_0) X(TQ2_0) X(MXFP4) X(NVFP4)
+// clang-format on
 
 template <typename F>
 constexpr bool kLegacy = F::kId == Q4_0::kId || F::kId == Q4_1::kId || F::kId == Q5_0::kId || F::kId == Q5_1::kId;
