@@ -7,6 +7,7 @@ set -euo pipefail
 python=$(realpath -s "$1")
 top=$(cd "$(dirname "$0")/.." && pwd)
 build=$top/build/sanitize
+running=()
 site=$build/site
 
 "$python" -m pip install --quiet --progress-bar off nanobind cmake ninja
@@ -28,4 +29,10 @@ cd "$build"
 "$python" -c "import jaxquant; assert jaxquant.__file__.startswith('$site'), jaxquant.__file__"
 "$python" "$top/tools/gpu.py" --stage launch --rehearse
 "$python" "$top/tools/gpu.py" --stage bits --rehearse
+# Every operation of both families, on both sets of kernels at once.
+for kernels in ffi cuda_emulation; do
+  "$python" -c "import jaxquant.testing; print(jaxquant.testing.conformance('$kernels'))" &
+  running+=($!)
+done
+for process in "${running[@]}"; do wait "$process"; done
 echo "no sanitizer report"
