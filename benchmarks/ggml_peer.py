@@ -73,6 +73,14 @@ def to_float(type_id: int) -> Any:
     return base.ggml_get_type_traits(type_id).contents.to_float
 
 
+@functools.cache
+def _threadpool(threads: int) -> Any:
+    """One for all products: each would keep its threads, and they look for work for a while after each call."""
+    base, cpu = load()
+    parameters = base.ggml_threadpool_params_default(threads)
+    return cpu.ggml_threadpool_new(ctypes.byref(parameters))
+
+
 class Product:
     """x [m, k] @ w.T, or with ids [m, slots] the products of w [experts, n, k], computed at each call."""
 
@@ -80,15 +88,12 @@ class Product:
         self, type_id: int, w: np.ndarray, shape: tuple[int, ...], x: np.ndarray, threads: int, repack: bool,
         ids: np.ndarray | None = None,
     ):  # fmt: skip
-        base, cpu = self._base, self._cpu = load()
+        base, cpu = self._base, _ = load()
         *experts, n, k = shape
         m = x.shape[0]
         self._backend = cpu.ggml_backend_cpu_init()
         cpu.ggml_backend_cpu_set_n_threads(self._backend, threads)
-        # Without one, every call starts its threads anew.
-        parameters = base.ggml_threadpool_params_default(threads)
-        self._threadpool = cpu.ggml_threadpool_new(ctypes.byref(parameters))
-        cpu.ggml_backend_cpu_set_threadpool(self._backend, self._threadpool)
+        cpu.ggml_backend_cpu_set_threadpool(self._backend, _threadpool(threads))
         plain = base.ggml_backend_get_default_buffer_type(self._backend)
         weight_type = cpu._Z35ggml_backend_cpu_repack_buffer_typev() if repack else plain
         self._contexts = [base.ggml_init(_Init(1 << 20, None, True)) for _ in range(2)]
@@ -129,4 +134,3 @@ class Product:
         for context in self._contexts:
             self._base.ggml_free(context)
         self._base.ggml_backend_free(self._backend)
-        self._cpu.ggml_threadpool_free(self._threadpool)
