@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "ffi/affine/cuda_launch.h"
+#include "ffi/common/cuda_launch.h"
 #include "ffi/cuda_platform.h"
 #include "ffi/ggml/cuda_platform.h"
 

@@ -13,10 +13,10 @@
 #include <cstdint>
 
 #include "ffi/affine/arguments.h"
-#include "ffi/affine/cuda_index.h"
-#include "ffi/affine/cuda_launch.h"
 #include "ffi/affine/cuda_map.cuh"
-#include "ffi/affine/cuda_storage.h"
+#include "ffi/common/cuda_index.h"
+#include "ffi/common/cuda_launch.h"
+#include "ffi/common/cuda_storage.h"
 
 namespace jq {
 

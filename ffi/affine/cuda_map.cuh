@@ -11,9 +11,9 @@
 #include <cstdint>
 
 #include "ffi/affine/arguments.h"
-#include "ffi/affine/cuda_index.h"
-#include "ffi/affine/cuda_launch.h"
-#include "ffi/affine/cuda_storage.h"
+#include "ffi/common/cuda_index.h"
+#include "ffi/common/cuda_launch.h"
+#include "ffi/common/cuda_storage.h"
 
 namespace jq {
 

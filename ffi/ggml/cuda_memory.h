@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "ffi/affine/cuda_storage.h"
+#include "ffi/common/cuda_storage.h"
 
 namespace jq {
 namespace ggml {

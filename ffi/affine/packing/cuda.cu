@@ -1,9 +1,9 @@
 // pack and unpack on CUDA: 16 codes a thread where buffers and rows allow, else a byte of codes.
-#include "ffi/affine/cuda_index.h"
 #include "ffi/affine/cuda_kernels.h"
-#include "ffi/affine/cuda_launch.h"
-#include "ffi/affine/cuda_storage.h"
 #include "ffi/affine/packing/math.h"
+#include "ffi/common/cuda_index.h"
+#include "ffi/common/cuda_launch.h"
+#include "ffi/common/cuda_storage.h"
 
 namespace jq {
 namespace {

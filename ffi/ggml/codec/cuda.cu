@@ -3,8 +3,8 @@
 // A warp takes a tile of 1024 values. Blocks begin at any byte, so it copies theirs to shared memory by wide,
 // consecutive loads. Each thread decodes 32 values; they return through shared memory, so that the warp's stores are
 // consecutive too, 16 bytes a thread.
-#include "ffi/affine/cuda_index.h"
-#include "ffi/affine/cuda_launch.h"
+#include "ffi/common/cuda_index.h"
+#include "ffi/common/cuda_launch.h"
 #include "ffi/ggml/cuda_kernels.h"
 #include "ffi/ggml/cuda_memory.h"
 #include "ffi/ggml/decode.h"

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "ffi/affine/cuda_launch.h"
-#include "ffi/affine/cuda_storage.h"
+#include "ffi/common/cuda_launch.h"
 #include "ffi/common/cuda_portable.h"
+#include "ffi/common/cuda_storage.h"
 #include "ffi/common/numeric.h"
 #include "ffi/ggml/arguments.h"
 #include "ffi/ggml/linear/blocking.h"

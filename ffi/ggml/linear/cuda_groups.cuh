@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "ffi/affine/cuda_launch.h"
+#include "ffi/common/cuda_launch.h"
 #include "ffi/common/cuda_portable.h"
 #include "ffi/ggml/arguments.h"
 

@@ -9,8 +9,8 @@
 
 #include <cstdint>
 
-#include "ffi/affine/cuda_storage.h"
 #include "ffi/common/cuda_portable.h"
+#include "ffi/common/cuda_storage.h"
 #include "ffi/ggml/linear/cuda_matvec.cuh"
 
 namespace jq {

@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#include "ffi/affine/cuda_storage.h"
 #include "ffi/common/cuda_portable.h"
+#include "ffi/common/cuda_storage.h"
 #include "ffi/ggml/linear/cuda_activations.cuh"
 #include "ffi/ggml/linear/cuda_fragments.cuh"
 #include "ffi/ggml/linear/cuda_groups.cuh"

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "ffi/affine/cuda_storage.h"
+#include "ffi/common/cuda_storage.h"
 #include "ffi/ggml/linear/blocking.h"
 #include "ffi/ggml/linear/cuda_fragments.cuh"
 #include "ffi/ggml/linear/cuda_weights.cuh"

@@ -10,8 +10,8 @@
 
 #include <cstdint>
 
-#include "ffi/affine/cuda_storage.h"
 #include "ffi/common/cuda_portable.h"
+#include "ffi/common/cuda_storage.h"
 #include "ffi/ggml/decode.h"
 #include "ffi/ggml/linear/cuda_fragments.cuh"
 #include "ffi/ggml/linear/layout.h"

@@ -9,7 +9,7 @@
 #pragma nv_diag_suppress 20091  // tables of the device, in functions that are for the host too but not called there
 #endif
 
-#include "ffi/affine/cuda_launch.h"
+#include "ffi/common/cuda_launch.h"
 #include "ffi/ggml/cuda_kernels.h"
 #include "ffi/ggml/cuda_memory.h"
 #include "ffi/ggml/quantize/iq4.h"
