@@ -5,7 +5,9 @@ from jaxquant._core.information import export_checks, info
 from jaxquant._core.platforms import register_kernels
 from jaxquant.affine.dequantize import dequantize
 from jaxquant.affine.fake_quantize import fake_quantize
+from jaxquant.affine.granularity import PerAxis, PerBlock, PerGroup, PerTensor, PerToken
 from jaxquant.affine.packing import pack, unpack
+from jaxquant.affine.qarray import QArray
 from jaxquant.affine.qparams import QParams
 from jaxquant.affine.quantize import (
     quantize,
@@ -17,6 +19,12 @@ from jaxquant.affine.quantize import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "PerAxis",
+    "PerBlock",
+    "PerGroup",
+    "PerTensor",
+    "PerToken",
+    "QArray",
     "QParams",
     "dequantize",
     "export_checks",

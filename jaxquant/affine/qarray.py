@@ -1,0 +1,220 @@
+"""Quantised arrays: codes, scale and zero point as one value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from jaxquant._core.errors import refuse
+from jaxquant.affine import qtypes
+from jaxquant.affine.dequantize import dequantize
+from jaxquant.affine.packing import pack, unpack
+
+LAYOUTS = ("plain", "prepared")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class QArray:
+    """An array as integer codes, ``(qvalue - zero_point) * scale``.
+
+    A pytree of data, scale and zero point; code type, range, layout and the sizes that ``data`` does not show are
+    static. Leading axes are data's own, so ``vmap`` and ``scan`` take a stack apart where the scale has the same
+    leading axes. No gradient flows through codes: JAX gives integers none.
+
+    Attributes:
+      data: the codes as they lie in memory: int8, uint8, int16 or uint16; 4- and 2-bit codes packed along the last
+        axis in uint8; prepared, in the order of bytes that products prefer.
+      scale: of the array's rank, each axis 1, the array's, or a divisor of it (blocks).
+      zero_point: None (0) or integers that broadcast to the scale.
+      qtype: the code type, a dtype as ``jnp.int8`` or ``jnp.int4``.
+      qmin, qmax: the code range.
+      layout: "plain" or "prepared".
+
+    >>> w = QArray.from_codes(jnp.array([[1, -2, 7]], jnp.int8), jnp.array([[0.5]]), qtype=jnp.int4)
+    >>> w.shape, w.nbytes, w.dequantize()
+    ((1, 3), 6, Array([[ 0.5, -1. ,  3.5]], dtype=float32))
+    """
+
+    def __init__(
+        self, data: Any, scale: Any, zero_point: Any, qtype: Any, qmin: int, qmax: int,
+        tail: tuple[int, ...] = (), layout: str = "plain",
+    ):  # fmt: skip
+        """As the attributes. tail: the logical sizes of the last axes, where those of ``data`` are others."""
+        self.data, self.scale, self.zero_point = data, scale, zero_point
+        self._static = (qtypes.lookup("QArray", qtype), qmin, qmax, tuple(tail), layout)
+
+    def tree_flatten_with_keys(self) -> Any:
+        names = ("data", "scale", "zero_point")
+        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names], self._static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> QArray:
+        # Leaves may be anything: transformations put specs, axes and shardings there.
+        self = object.__new__(cls)
+        self._static = static
+        self.data, self.scale, self.zero_point = children
+        return self
+
+    @classmethod
+    def from_codes(
+        cls, qvalue: Any, scale: Any, zero_point: Any = None, *, qtype: Any = None, qmin: int | None = None,
+        qmax: int | None = None,
+    ) -> QArray:  # fmt: skip
+        """From logical codes; those below 8 bits are packed.
+
+        Args:
+          qvalue: integer codes of any shape: int8, uint8, int16, uint16, or JAX's int4, uint4, int2, uint2.
+          scale: floating; a scalar, or of qvalue's rank, each axis 1, qvalue's or a divisor of it (blocks).
+          zero_point: None or integers that broadcast to the scale.
+          qtype: the code type; None takes qvalue's.
+          qmin, qmax: the code range, by default the type's.
+        """
+        name = "QArray.from_codes"
+        qvalue, scale = jnp.asarray(qvalue), jnp.asarray(scale)
+        code = qtypes.lookup(name, qvalue.dtype if qtype is None else qtype)
+        low, high = qtypes.code_range(name, code, qmin, qmax)
+        if not jnp.issubdtype(qvalue.dtype, jnp.integer):
+            raise refuse(name, "qvalue", "integer codes", qvalue.dtype.name, "see dynamic_quantize", TypeError)
+        if not jnp.issubdtype(scale.dtype, jnp.floating):
+            raise refuse(name, "scale", "a floating array", scale.dtype.name, "convert it to float32", TypeError)
+        if scale.ndim == 0:
+            scale = scale.reshape((1,) * qvalue.ndim)
+        fits = scale.ndim == qvalue.ndim and all(
+            m == n or m == 1 or (m and n % m == 0) for n, m in zip(qvalue.shape, scale.shape, strict=True)
+        )
+        if not fits:
+            expected = f"the rank of the codes' shape {qvalue.shape}, each axis 1, theirs or a divisor"
+            raise refuse(name, "scale", expected, str(scale.shape), "reshape it")
+        if zero_point is not None:
+            zero_point = jnp.asarray(zero_point)
+            if not jnp.issubdtype(zero_point.dtype, jnp.integer):
+                raise refuse(name, "zero_point", "None or integers", zero_point.dtype.name, "round it", TypeError)
+            zero_point = jnp.broadcast_to(zero_point.astype(jnp.int32), scale.shape)
+        qvalue, tail = qvalue.astype(code.container), ()
+        if code.bits < 8 and qvalue.ndim:
+            qvalue, tail = pack(qvalue, code.name), qvalue.shape[-1:]
+        return cls(qvalue, scale, zero_point, code.name, low, high, tail)
+
+    @property
+    def qtype(self) -> Any:
+        return jnp.dtype(self._static[0].name)
+
+    @property
+    def qmin(self) -> int:
+        return self._static[1]
+
+    @property
+    def qmax(self) -> int:
+        return self._static[2]
+
+    @property
+    def layout(self) -> str:
+        return self._static[4]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        tail = self._static[3]
+        return (*self.data.shape[: len(self.data.shape) - len(tail)], *tail)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.data.shape)
+
+    @property
+    def size(self) -> int:
+        """Codes."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data, scale and zero point."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """How many elements share a scale, axis by axis."""
+        return tuple(n if m == 1 else n // m for n, m in zip(self.shape, self.scale.shape, strict=True))
+
+    @property
+    def qvalue(self) -> jax.Array:
+        """The logical codes, one to an element: int8 or uint8 for 8 bits and below, else int16 or uint16."""
+        self._needs_plain("qvalue")
+        code = self._static[0]
+        return unpack(self.data, code.name, self.shape[-1]) if code.bits < 8 and self.ndim else self.data
+
+    def _needs_plain(self, what: str) -> None:
+        if self.layout != "plain":
+            raise refuse(f"QArray.{what}", "layout", '"plain"', repr(self.layout), "keep the array it came from")
+
+    def dequantize(self, dtype: Any = None, *, implementation: str | None = None) -> jax.Array:
+        """``(qvalue - zero_point) * scale``, in the scale's dtype or rounded from there to ``dtype``.
+
+        >>> QArray.from_codes(jnp.array([1, -2], jnp.int8), 0.5).dequantize()
+        Array([ 0.5, -1. ], dtype=float32)
+        """
+        dtype = self.scale.dtype if dtype is None else dtype
+        block = tuple(-1 if m == 1 else n // m for n, m in zip(self.shape, self.scale.shape, strict=True)) or None
+        return dequantize(
+            self.qvalue, self.scale, self.zero_point, block_shape=block, dtype=dtype, implementation=implementation
+        )
+
+    def __repr__(self) -> str:
+        shape = self.shape if hasattr(self.data, "shape") else self.data
+        layout = "" if self.layout == "plain" else f", {self.layout}"
+        return f"QArray({self._static[0].name}, {shape}{layout})"
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> QArray:
+        """Integers and slices along leading axes that scales do not divide into blocks.
+
+        >>> QArray.from_codes(jnp.ones((3, 4, 2), jnp.int8), jnp.ones((3, 1, 1)))[1, :2].shape
+        (2, 2)
+        """
+        indices = index if isinstance(index, tuple) else (index,)
+        whole = self.ndim - len(self._static[3])
+        if len(indices) > whole:
+            raise refuse("QArray", "index", f"at most {whole} axes of {self.shape}", str(len(indices)), "dequantise")
+        of_scale: list[Any] = []
+        for d, i in enumerate(indices):
+            if not isinstance(i, (int, np.integer, slice)):
+                remedy = "index qvalue and scale, or dequantise"
+                raise refuse("QArray", "index", "integers and slices along leading axes", repr(i), remedy, TypeError)
+            n, m = self.shape[d], self.scale.shape[d]
+            if not isinstance(i, slice) and not -n <= i < n:
+                raise IndexError(f"QArray: index {i} is out of range for axis {d} of shape {self.shape}")
+            if m not in (1, n):
+                remedy = "dequantise, or index an axis in front of it"
+                raise refuse("QArray", "index", f"whole blocks of {n // m} on axis {d}", repr(i), remedy)
+            if m == n:
+                of_scale.append(i)
+            else:
+                of_scale.append(slice(None) if isinstance(i, slice) else 0)
+        zero_point = self.zero_point
+        if zero_point is not None:
+            zero_point = jnp.broadcast_to(zero_point, self.scale.shape)[tuple(of_scale)]
+        code, low, high, tail, layout = self._static
+        return QArray(
+            self.data[tuple(indices)], self.scale[tuple(of_scale)], zero_point, code.name, low, high, tail, layout
+        )
+
+
+def _serialize(static: Any) -> bytes:
+    code, low, high, tail, layout = static
+    return " ".join([code.name, str(low), str(high), layout, *map(str, tail)]).encode()
+
+
+def _deserialize(text: bytes) -> Any:
+    name, low, high, layout, *tail = text.decode().split()
+    return qtypes.QTYPES[name], int(low), int(high), tuple(map(int, tail)), layout
+
+
+# Exported functions may take and return quantised arrays.
+jax.export.register_pytree_node_serialization(
+    QArray, serialized_name="jaxquant.QArray", serialize_auxdata=_serialize, deserialize_auxdata=_deserialize
+)
