@@ -105,13 +105,14 @@ def moe_cases(experts: int, slots: int, n: int, k: int, tokens: tuple[int, ...])
         peer = ggml_peer.Product(12, np.asarray(w.data), (experts, n, k), x, threads, True, ids)
         chosen = jnp.asarray(ids)
         contenders = {
-            "ours": lambda x, chosen=chosen: moe(x[:, None], prepared, chosen),
+            "ours": lambda x, chosen=chosen: moe(x, prepared, chosen),
             "ggml": lambda _, peer=peer: peer(),
         }
         title = f"Q4_K, {experts} experts of {n} x {k}, top {slots}, {m} tokens"
         targets = {"ggml": 0.5} if m >= 8 else {}
         around = {"ggml": functools.partial(ggml_peer.awake, peer)}
-        case = harness.Case(title, contenders, (jnp.asarray(x),), targets=targets, repeat=REPEAT[m], around=around)
+        operands = (jnp.asarray(x[:, None]),)
+        case = harness.Case(title, contenders, operands, targets=targets, repeat=REPEAT[m], around=around)
         cases.append(case)
     return cases
 
