@@ -166,3 +166,5 @@ def _build(name: str, keyed: bool) -> Family:
 
 # By whether it takes a key.
 FAKE_QUANTIZE = {False: _build("fake_quantize", False), True: _build("stochastic_fake_quantize", True)}
+fake_quantize_p, fake_quantize_gradient_p, _ = FAKE_QUANTIZE[False]
+stochastic_fake_quantize_p, stochastic_fake_quantize_gradient_p, _ = FAKE_QUANTIZE[True]

@@ -366,3 +366,5 @@ def _build(name: str, keyed: bool) -> Family:
 
 # By whether it takes a key.
 QUANTIZE = {False: _build("quantize", False), True: _build("stochastic_quantize", True)}
+quantize_p, quantize_gradient_p, _ = QUANTIZE[False]
+stochastic_quantize_p, stochastic_quantize_gradient_p, _ = QUANTIZE[True]
