@@ -18,13 +18,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxquant._core import compat, ffi
+from jaxquant._core import compat, ffi, places
 
 Role = Literal["full", "scale", "packed"]
 
@@ -53,6 +52,9 @@ class Operation:
     serves(platform, **params) tells whether the platform's kernel takes such parameters; the reference does where not.
     dtypes: what the leading operand may be.
     host: whether the reference calls back to the host, as none can where a mesh is partly manual.
+    placed: whether an element's place in the whole array counts: the row-major index over the trailing axes, as many as
+    the parameter `index_rank` says (those before belong to vmap). The kernel gets one more operand, the index of its
+    first element (uint32, low and high word), and the sizes of these axes of the whole array, -1 where they are x's.
 
     Where roles do not tell the shapes apart (values and the bytes of their blocks):
     axes(*operands, **params) names the axes of operands and results. Axes of one name are split alike, whatever their
@@ -69,6 +71,7 @@ class Operation:
     scratch: Callable[..., Result] | None = None
     serves: Callable[..., bool] | None = None
     host: bool = False
+    placed: bool = False
     pad_results: Callable[..., list[Result | None]] | None = None
     axes: Callable[..., Axes] | None = None
     batch: Callable[..., Any] | None = None
@@ -242,11 +245,17 @@ def _devices(ctx: Any) -> str:
 
 
 def _call(
-    operation: Operation, target: str, params: dict[str, Any], *operands: Any, results: list[Result] | None = None
+    operation: Operation,
+    target: str,
+    params: dict[str, Any],
+    *operands: Any,
+    results: list[Result] | None = None,
+    place: tuple[Any, Sequence[int]] | None = None,
 ) -> list[Any]:
     """The FFI call. Results that are not wanted are passed to the kernel as empty arrays.
 
     results: those of a shard, where they do not follow from its operands (an unpacked length is a parameter).
+    place: of a shard, its origin and the sizes of the whole array, where the operation asks for them.
     """
     padded: Sequence[Result | None] = operation.results(*operands, **params) if results is None else results
     if operation.pad_results is not None:
@@ -258,7 +267,12 @@ def _call(
     if operation.scratch is not None:
         scratch = operation.scratch(*operands, **params)
         shapes.append(jax.ShapeDtypeStruct(scratch.shape, scratch.dtype))
-    attributes = {key: np.int64(value) for key, value in operation.attributes(**params).items()}
+    attributes: dict[str, Any] = {key: np.int64(value) for key, value in operation.attributes(**params).items()}
+    if operation.placed:
+        rank = params["index_rank"]
+        origin, sizes = (jnp.zeros(2, jnp.uint32), (-1,) * rank) if place is None else place
+        operands = (*operands, origin)
+        attributes["index_shape"] = np.array(sizes, np.int64)
     out = jax.ffi.ffi_call(target, shapes)(*operands, **attributes)
     return [value for value, result in zip(out, padded, strict=False) if result is not None]
 
@@ -270,9 +284,16 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
     """`call` on each shard, with no communication but the sums that a result needs."""
     results = operation.results(*operands, **params)
     full = operands[0].shape if operation.operands[0] == "full" else results[0].shape
+    roles: tuple[Role, ...] = operation.operands
+    count, index_sizes = len(operands), ()
+    if operation.placed:
+        indexed = range(len(full) - params["index_rank"], len(full))
+        index_sizes = tuple(full[d] for d in indexed)
+        operands = (*operands, *places.iotas(full, indexed))
+        roles = (*roles, *("scale" for _ in indexed))
 
     def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
-        arrays: list[Any] = [*zip(operation.operands, operand_shapes, strict=True)]
+        arrays: list[Any] = [*zip(roles, operand_shapes, strict=True)]
         arrays += [(r.role, shape) for r, shape in zip(results, result_shapes, strict=True)]
         # Large arrays stay where they are; the others follow.
         arrays.sort(key=lambda array: array[0] != "full")
@@ -287,7 +308,8 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
             return tuple(n if n == 1 else n // _parts(mesh, axes) for n, axes in zip(shape, spec, strict=True))
 
         def shard(*parts: Any) -> Any:
-            out = call(*parts, results=[r._replace(shape=local(r.shape)) for r in results])
+            placed = {"place": (places.origin(parts[count:], index_sizes), index_sizes)} if operation.placed else {}
+            out = call(*parts[:count], results=[r._replace(shape=local(r.shape)) for r in results], **placed)
             summed = [i for i, r in enumerate(results) if r.role == "scale"]
             axes = tuple(
                 name
@@ -309,7 +331,7 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
     def infer(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
         return partition(mesh, operand_shapes, result_shapes)[2]
 
-    op = custom_partitioning(lambda *args: tuple(call(*args)))
+    op = custom_partitioning(lambda *args: tuple(call(*args[:count])))
     op.def_partition(partition=partition, sharding_rule=rule, infer_sharding_from_operands=infer)
     return op(*operands)
 
@@ -377,12 +399,7 @@ def _lower_all_reduce(ctx: Any, *sums: Any, axes: tuple[str, ...]) -> Any:
     def function(*sums: Any) -> list[Any]:
         return list(jax.lax.psum(jnp.stack(sums), axes))
 
-    # Without the mesh that explicit mode has around us: its types would annotate shardings, and inside a shard nobody
-    # takes such annotations out any more.
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        avals = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-        bare = ctx.replace(avals_in=avals, avals_out=avals, jaxpr_eqn_ctx=None)
-        return mlir.lower_fun(function, multiple_results=True)(bare, *sums)
+    return places.lower_bare(ctx, function, *sums, multiple_results=True)
 
 
 # The sums of all shards: one all-reduce for all of them together.
