@@ -478,6 +478,7 @@ void FinishGradient(const GradientArguments& a) { a.wide ? FinishSums<double>(a)
 extern const AffineLoops fake_quantize_loops, quantize_loops, dequantize_loops;
 extern const PackingLoops packing_loops;
 extern const CpuKernels cpu_kernels;
+void Adam8bit(const optim::AdamArguments& arguments, int64_t begin, int64_t end);
 
 #define JQ_TEXT(x) #x
 #define JQ_NAME(x) JQ_TEXT(x)
@@ -487,6 +488,7 @@ const CpuKernels cpu_kernels = {
     &packing_loops,  Map,
     GradientUnits,   Gradient,
     FinishGradient,  &JQ_GGML_ISA::ggml_kernels,
+    Adam8bit,
 };
 
 }  // namespace JQ_ISA
