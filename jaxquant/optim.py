@@ -119,9 +119,11 @@ def scale_by_adam8bit(
     def update(updates: Any, state: Adam8bitState, params: Any = None) -> tuple[Any, Adam8bitState]:
         del params
         count = optax.safe_increment(state.count)
-        factors, seed = _factors(b1, b2, eps, count), count.astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
+        seed = count.astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
         gradients, tree = jax.tree.flatten(updates)
         old = zip(gradients, tree.flatten_up_to(state.mu), tree.flatten_up_to(state.nu), strict=True)
+        types = {jnp.dtype(jnp.float32), *(x.dtype for x in jax.tree.leaves(state.mu) if x.dtype != jnp.uint8)}
+        factors = {dtype: _factors(b1, b2, eps, count, dtype) for dtype in types}
         new = [_step(jnp.asarray(g), m, v, factors, seed, block_size, implementation) for g, m, v in old]
         updates, mu, nu = (tree.unflatten([leaf[i] for leaf in new]) for i in range(3))
         return updates, Adam8bitState(count, mu, nu)
@@ -237,16 +239,30 @@ def _names(axes: Any) -> tuple[Any, ...]:
 # ---------------------------------------------------------------------------------------------------------------- step
 
 
-def _factors(b1: Any, b2: Any, eps: Any, count: Any) -> Any:
+def _factors(b1: Any, b2: Any, eps: Any, count: Any, dtype: Any) -> list[Any]:
     """As Factors of ffi/optim/math.h: decays, and the bias corrections folded into root and floor."""
-    correction1, correction2 = 1 - b1**count, 1 - b2**count
-    factors = [b1, 1 - b1, b2, 1 - b2, correction1 / jnp.sqrt(correction2), correction1 * eps]
-    return [jnp.asarray(f, jnp.float32) for f in factors]
+    decays = (jnp.asarray(f, dtype) for f in (b1, 1 - b1, b2, 1 - b2, eps))
+    return list(_corrected(*decays, count))
 
 
-def _step(g: Any, m: Any, v: Any, factors: list[Any], seed: Any, block_size: int, implementation: str | None) -> Any:
+@jax.jit
+def _corrected(b1: Any, rest1: Any, b2: Any, rest2: Any, eps: Any, count: Any) -> tuple[Any, ...]:
+    correction1, correction2 = 1 - _power(b1, count), 1 - _power(b2, count)
+    return b1, rest1, b2, rest2, correction1 / seal(jnp.sqrt(correction2)), correction1 * eps
+
+
+def _power(base: Any, count: Any) -> Any:
+    """base ** count by products alone: the bits of `**` depend on what XLA fuses it with."""
+    power = jnp.ones((), base.dtype)
+    for bit in range(31):
+        power = jnp.where((count & (1 << bit)) != 0, power * base, power)
+        base = base * base
+    return seal(power)
+
+
+def _step(g: Any, m: Any, v: Any, factors: dict[Any, list[Any]], seed: Any, block_size: int, implementation: str | None) -> Any:
     if not isinstance(m, Moment):
-        update, m, v = _advance(g.astype(m.dtype), m, v, *(f.astype(m.dtype) for f in factors))
+        update, m, v = _advance(g.astype(m.dtype), m, v, *factors[m.dtype])
         return update.astype(g.dtype), m, v
     shape = g.shape or (1,)
     axis, length = _blocks(shape, block_size)
@@ -261,7 +277,7 @@ def _step(g: Any, m: Any, v: Any, factors: list[Any], seed: Any, block_size: int
     update, *new = bind(
         adam8bit_p,
         *(x.reshape(s) for x, s in zip((g, *m, *v), (shape, shape, few, shape, few), strict=True)),
-        jnp.stack(factors)[None],
+        jnp.stack(factors[jnp.dtype(jnp.float32)])[None],
         seed[None],
         axis=axis,
         length=length,
