@@ -260,7 +260,9 @@ def _power(base: Any, count: Any) -> Any:
     return seal(power)
 
 
-def _step(g: Any, m: Any, v: Any, factors: dict[Any, list[Any]], seed: Any, block_size: int, implementation: str | None) -> Any:
+def _step(
+    g: Any, m: Any, v: Any, factors: dict[Any, list[Any]], seed: Any, block_size: int, implementation: str | None
+) -> Any:
     if not isinstance(m, Moment):
         update, m, v = _advance(g.astype(m.dtype), m, v, *factors[m.dtype])
         return update.astype(g.dtype), m, v
