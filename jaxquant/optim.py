@@ -61,7 +61,7 @@ def scale_by_adam8bit(
     code in closed form. A block has an exponent of its own (a byte; 2.008 bytes a parameter in all with blocks of
     256). Relative to it the first moment has a sign, 15 binades and a linear part below, the second 31 binades and a
     linear part, both with steps of 1/8 to 1/16 of the value. Rounding is stochastic, so that an average that moves by
-    0.1 % a step does move; its dither is a hash of gradient, place and step, so that a run repeats bit for bit.
+    0.1 % a step does move; its dither is a hash of moments, place and step, so that a run repeats bit for bit.
     The step itself is taken from the moments before they are rounded.
 
     No value is rounded to a second moment of zero, so no step divides by ``eps`` alone: nothing becomes NaN or huge
@@ -365,7 +365,7 @@ def _reference(
     v_exponent_new = _exponent(jnp.where(inside, bits_v, 0))
 
     salt = jnp.arange(block, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1) + per_row(seed)
-    h = (_bits(real) ^ salt) * jnp.uint32(0x7FEB352D)
+    h = ((bits_m + bits_v) ^ salt) * jnp.uint32(0x7FEB352D)
     h = (h ^ h >> 15) * jnp.uint32(0x846CA68B)
     dither = h >> 6 & jnp.uint32((1 << _DROPPED) - 1)
     code_m = _encode(_float(magnitude), _offset(m_exponent_new, 15), dither) | (bits_m >> 24 & 0x80)

@@ -55,9 +55,10 @@ def step_block(g, m, m_exponent, v, v_exponent, factors, seed):
         denominator = root * np.sqrt(v) + floor
         update = np.where(denominator != 0, flush(m / denominator), F(0))
         update = np.where(np.isfinite(g), update, F(np.nan))
-        h = (g.view(np.uint32) ^ (np.arange(g.size, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(seed))) * (
-            np.uint32(0x7FEB352D)
-        )
+        h = (
+            m.astype(F).view(np.uint32) + v.astype(F).view(np.uint32)
+            ^ (np.arange(g.size, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(seed))
+        ) * (np.uint32(0x7FEB352D))
         h = (h ^ h >> np.uint32(15)) * np.uint32(0x846CA68B)
     m_exponent, v_exponent = exponent_of(m), exponent_of(v)
     m_codes = encode(m, m_exponent, (h >> np.uint32(6) & np.uint32(0xFFFFF)) / 2.0**20, "m")

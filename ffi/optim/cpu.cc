@@ -50,7 +50,7 @@ JQ_HOST_DEVICE Magnitudes StepBlock(Tile& t, const float* g, float* update, int 
     const uint32_t m_bits = Magnitude(m.first), v_bits = BitCast<uint32_t>(m.second);
     first = m_bits > first ? m_bits : first;
     second = v_bits > second ? v_bits : second;
-    t.hash.at[i] = Hash(gi, t.salt.at[i]);
+    t.hash.at[i] = Hash(m.first, m.second, t.salt.at[i]);
     update[i] = Update<check>(gi, m, f);
   }
   return {first, second};

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) AdamKernel(const AdamArguments a) {
       for (int k = 0; k < kWidth; ++k) {
         const float gi = Convert<float>(gs.at[k]);
         const Moments moments = advance(gi, ms.at[k], vs.at[k]);
-        const uint32_t hash = Hash(gi, Salt(static_cast<uint32_t>(i + k), seed));
+        const uint32_t hash = Hash(moments.first, moments.second, Salt(static_cast<uint32_t>(i + k), seed));
         us.at[k] = Convert<G>(Update<Check::kAll>(gi, moments, f));
         ms.at[k] = static_cast<uint8_t>(First::Word(moments.first, new_m, hash));
         vs.at[k] = static_cast<uint8_t>(Second::Word(moments.second, new_v, hash));

@@ -7,8 +7,8 @@
 // magnitude itself), a moment that did not change gets its code again.
 //
 // Rounding is stochastic: an average that changes by 1 - b2 = 0.1 % a step would never leave its code otherwise. The
-// dither is a hash of the gradient's bits, the place in the block and the step, so that neither threads nor shards nor
-// batches matter.
+// dither is a hash of the new moments' bits, the place in the block and the step, so that neither threads nor shards
+// nor batches matter.
 #pragma once
 
 #include <cstdint>
@@ -87,10 +87,11 @@ struct Second {
   }
 };
 
-// What a place in a block adds to the hash of its gradient's bits.
+// What a place in a block adds to the hash of its moments' bits. Of both moments: where gradients are zero, blocks
+// would round alike otherwise.
 JQ_HOST_DEVICE uint32_t Salt(uint32_t index, uint32_t seed) { return index * 0x9e3779b1u + seed; }
-JQ_HOST_DEVICE uint32_t Hash(float g, uint32_t salt) {
-  const uint32_t h = (BitCast<uint32_t>(g) ^ salt) * 0x7feb352du;
+JQ_HOST_DEVICE uint32_t Hash(float first, float second, uint32_t salt) {
+  const uint32_t h = ((BitCast<uint32_t>(first) + BitCast<uint32_t>(second)) ^ salt) * 0x7feb352du;
   return (h ^ h >> 15) * 0x846ca68bu;
 }
 
