@@ -177,7 +177,7 @@ def adamw8bit(
     >>> tx = optim.adamw8bit(1e-3, weight_decay=0.1)
     >>> state = tx.init(jnp.ones(2))
     >>> tx.update(jnp.zeros(2), state, jnp.ones(2))[0]
-    Array([-1.e-04, -1.e-04], dtype=float32)
+    Array([-0.0001, -0.0001], dtype=float32)
     """
     optax = _optax("adamw8bit")
     return optax.chain(
