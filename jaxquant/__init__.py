@@ -1,6 +1,6 @@
 """Quantisation kernels for JAX that compose with jit, vmap, grad and sharding."""
 
-from jaxquant import forward_mode, ggml
+from jaxquant import forward_mode, ggml, optim
 from jaxquant._core.information import export_checks, info
 from jaxquant._core.platforms import register_kernels
 from jaxquant.affine.dequantize import dequantize
@@ -32,6 +32,7 @@ __all__ = [
     "forward_mode",
     "ggml",
     "info",
+    "optim",
     "pack",
     "quantize",
     "quantize_backward",

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxquant
+from jaxquant import optim
 from jaxquant._core import ffi, primitive
 from jaxquant.ggml import conformance as ggml_conformance
 
@@ -83,6 +84,7 @@ def conformance(implementation: str | None = None) -> Report:
         judge.run(case)
     judge.packing()
     judge.empty()
+    judge.optimiser()
     ggml_conformance.check(judge.bits, judge.close, implementation)
     if judge.failures:
         shown = "\n".join(f"  {failure}" for failure in judge.failures[:20])
@@ -424,6 +426,21 @@ class _Judge:
                 fused = {"qtype": qtype, "packed": True, "implementation": self.implementation}
                 direct = jaxquant.quantize(q.astype(np.float32), 1.0, **fused)
                 self.bits("quantize", f"quantize, packed, {name}", direct, expected)
+
+    def optimiser(self) -> None:
+        """Against jax.numpy on the host, from states of any bytes."""
+        rng, names = np.random.default_rng(2), ("update", "m", "exponents of m", "v", "exponents of v")
+        bind = optim.adam8bit_p.bind
+        for shape, length in (((3, 300), 256), ((2, 5, 512), 64), ((7, 1), 1)):
+            few = (*shape[:-1], -(-shape[-1] // length))
+            state = [rng.integers(0, 256, s, np.uint8) for s in (shape, few, shape, few)]
+            factors = np.array([[0.9, 0.1, 0.999, 0.001, 2.0, 1e-8]], np.float32)
+            operands = (rng.standard_normal(shape).astype(np.float32), *state, factors, np.array([7], np.uint32))
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                expected = bind(*operands, axis=-1, length=length, implementation="xla")
+            actual = bind(*operands, axis=-1, length=length, implementation=self.implementation)
+            for name, got, wanted in zip(names, actual, expected, strict=True):
+                self.bits("adam8bit", f"adam8bit, {name}, {shape}", got, np.asarray(wanted))
 
     def empty(self) -> None:
         x, scale = jnp.zeros((0, 4), jnp.float32), jnp.ones((1, 4), jnp.float32)

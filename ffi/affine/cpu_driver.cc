@@ -489,6 +489,7 @@ extern const AffineLoops fake_quantize_loops, quantize_loops, dequantize_loops;
 extern const AffineLoops stochastic_fake_quantize_loops, stochastic_quantize_loops;
 extern const PackingLoops packing_loops;
 extern const CpuKernels cpu_kernels;
+void Adam8bit(const optim::AdamArguments& arguments, int64_t begin, int64_t end);
 
 #define JQ_TEXT(x) #x
 #define JQ_NAME(x) JQ_TEXT(x)
@@ -505,6 +506,7 @@ const CpuKernels cpu_kernels = {
     Gradient,
     FinishGradient,
     &JQ_GGML_ISA::ggml_kernels,
+    Adam8bit,
 };
 
 }  // namespace JQ_ISA

@@ -8,6 +8,9 @@
 
 namespace jq {
 
+namespace optim {
+struct AdamArguments;  // ffi/optim/math.h
+}
 namespace ggml {
 struct CpuKernels;  // ffi/ggml/cpu_kernels.h
 }
@@ -63,6 +66,9 @@ struct CpuKernels {
   void (*gradient_finish)(const GradientArguments&);
 
   const ggml::CpuKernels* ggml;
+
+  // Blocks [begin, end) of a step.
+  void (*adam8bit)(const optim::AdamArguments&, int64_t begin, int64_t end);
 };
 
 // The kernels for this machine, or those that JAXQUANT_ISA names (an unknown or unsupported name: the machine's).

@@ -51,6 +51,7 @@ class Operation:
     attributes(**params) gives the integers that the FFI handler reads.
     serves(platform, **params) tells whether the platform's kernel takes such parameters; the reference does where not.
     dtypes: what the leading operand may be.
+    aliases: operand -> result that the kernel writes in its place, as a donated state asks for.
     host: whether the reference calls back to the host, as none can where a mesh is partly manual.
     placed: whether an element's place in the whole array counts: the row-major index over the trailing axes, as many as
     the parameter `index_rank` says (those before belong to vmap). The kernel gets one more operand, the index of its
@@ -70,6 +71,7 @@ class Operation:
     dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
     scratch: Callable[..., Result] | None = None
     serves: Callable[..., bool] | None = None
+    aliases: dict[int, int] | None = None
     host: bool = False
     placed: bool = False
     pad_results: Callable[..., list[Result | None]] | None = None
@@ -114,7 +116,8 @@ def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 
 def _abstract(operation: Operation, multiple_results: bool, *operands: Any, **params: Any) -> Any:
     if operation.axes is not None:
-        return _abstract_by_name(operation, *operands, **_public(params))[0]
+        named = _abstract_by_name(operation, *operands, **_public(params))
+        return named if multiple_results else named[0]
     avals = []
     for result in operation.results(*operands, **_public(params)):
         # Shaped like the operand of the same role: it carries the explicit sharding and the varying axes.
@@ -162,7 +165,8 @@ def _batch(
     operation: Operation, primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> Any:
     if operation.batch is not None:
-        return operation.batch(operands, dims, **params), 0
+        out = operation.batch(operands, dims, **params)
+        return out, (0,) * len(out) if primitive.multiple_results else 0
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     # A scale that nobody maps stays one: a leading axis of 1 shares it without a copy. Where a result is a sum for
     # each scale, every example needs its own.
@@ -273,7 +277,7 @@ def _call(
         origin, sizes = (jnp.zeros(2, jnp.uint32), (-1,) * rank) if place is None else place
         operands = (*operands, origin)
         attributes["index_shape"] = np.array(sizes, np.int64)
-    out = jax.ffi.ffi_call(target, shapes)(*operands, **attributes)
+    out = jax.ffi.ffi_call(target, shapes, input_output_aliases=operation.aliases)(*operands, **attributes)
     return [value for value, result in zip(out, padded, strict=False) if result is not None]
 
 
