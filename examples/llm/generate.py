@@ -80,14 +80,14 @@ class Generator:
                 token, cache = self.step(self.params, token, jnp.int32(position), cache, key)
 
 
-def anonymous_memory() -> tuple[float, float]:
-    """MB now and at the peak: memory of the process's own, without the mapped file and libraries."""
+def memory() -> tuple[float, float]:
+    """MB of the process's own memory now, and of everything (libraries and mapped files too) at the peak."""
     try:
         status = Path("/proc/self/status").read_text()
-    except OSError:
+    except OSError:  # not Linux
         return float("nan"), float("nan")
-    field = lambda name: float(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1e3  # noqa: E731
-    return field("RssAnon"), field("VmHWM")
+    found = {name: int(kilobytes) / 1e3 for name, kilobytes in re.findall(r"(\w+):\s+(\d+) kB", status)}
+    return found.get("RssAnon", float("nan")), found.get("VmHWM", float("nan"))
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
 
     begin = time.perf_counter()
-    before, _ = anonymous_memory()
+    before, _ = memory()
     try:
         text = Text(ggml.load_gguf(options.model).metadata, options.model)
         lhs_qtype = None if options.float_activations else jnp.int8
@@ -124,11 +124,12 @@ def main() -> None:
             print(show(token), end="", flush=True)
     except (OSError, ValueError) as error:
         sys.exit(f"generate.py: {error}")
-    now, peak = anonymous_memory()
+    now, peak = memory()
+    speed = 1 / np.median(np.diff(times)) if len(times) > 1 else float("nan")
     print(
         f"\n\nload {loaded:.2f} s; prompt {len(tokens)} tokens, {len(tokens) / (times[0] - start):.0f} tokens/s; "
-        f"{len(times)} tokens written, {1 / np.median(np.diff(times)) if len(times) > 1 else float('nan'):.1f} tokens/s; "
-        f"memory {now - before:.0f} MB of its own beyond JAX's, {peak:.0f} MB at the peak with libraries and the file"
+        f"{len(times)} tokens written, {speed:.1f} tokens/s; memory {now - before:.0f} MB more of its own than at the "
+        f"start, {peak:.0f} MB at the peak with libraries and the mapped file"
     )
 
 

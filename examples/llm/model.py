@@ -68,7 +68,8 @@ def read_config(file: ggml.GGUFFile) -> Config:
     if value("rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file:
         raise ValueError(f"{file.path}: scaled rotary embeddings are not implemented here")
     return Config(
-        layers=int(value("block_count")), width=width, heads=heads, kv_heads=int(value("attention.head_count_kv", heads)),
+        layers=int(value("block_count")), width=width, heads=heads,
+        kv_heads=int(value("attention.head_count_kv", heads)),
         head_size=head_size, rotary_size=int(value("rope.dimension_count", head_size)),
         context=int(value("context_length")), epsilon=float(value("attention.layer_norm_rms_epsilon")),
         rotary_base=float(value("rope.freq_base", 10000.0)), experts=int(value("expert_count", 0)),

@@ -9,7 +9,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 # How text is cut before merges, by the name in tokenizer.ggml.pre: a pattern in front of the byte-level step, or None
 # for GPT-2's own.
-_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SPLITS = {"gpt-2": None, "default": None, "smollm": "digits", "llama-bpe": _LLAMA3, "llama3": _LLAMA3}
 _CONTROL, _USER_DEFINED = 3, 4
 
