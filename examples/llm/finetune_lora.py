@@ -112,9 +112,8 @@ def main() -> None:
     tokens = np.asarray(text.encode("\n\n".join(topics[name] for name in sorted(topics))), np.int32)
     split = int(len(tokens) * (1 - HELD_OUT))
     stream = batches(tokens[:split], options.length, options.batch, np.random.default_rng(options.seed))
-    held_out = [
-        next(batches(tokens[split:], options.length, options.batch, np.random.default_rng(1))) for _ in range(4)
-    ]
+    unseen = batches(tokens[split:], options.length, options.batch, np.random.default_rng(1))
+    held_out = [next(unseen) for _ in range(4)]
 
     adapters = new_adapters(params, config, options.rank, tuple(options.products), jax.random.key(options.seed))
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, 5, max(options.steps, 6)))
