@@ -90,7 +90,10 @@ class Unit {
     local += plan.rows_per_unit * columns_ * 4;
     column_sums_ = reinterpret_cast<int32_t*>(local);
     const int64_t at_once = plan.group_codes > 0 ? std::max<int64_t>(1, plan.chunk_codes / plan.group_codes) : a.groups;
-    packed_ = local + CeilDivide(at_once * columns_ * 4, kLine) * kLine;
+    const int64_t bytes = CeilDivide(at_once * columns_ * 4, kLine) * kLine;
+    scales_ = reinterpret_cast<float*>(local + bytes);
+    zeros_ = reinterpret_cast<int32_t*>(local + 2 * bytes);
+    packed_ = local + 3 * bytes;
   }
 
   void Multiply() {
@@ -117,94 +120,85 @@ class Unit {
   void Chunk(int64_t begin, int64_t end, int64_t first, int64_t count) {
     const int bits = plan_.direct ? a_.w.bits : 8;
     Stretch s{};
-    s.row_stride = row_codes_;
     s.words = count / CodesPerWord(bits);
-    const int64_t group_words = plan_.direct ? plan_.group_codes / CodesPerWord(bits) : s.words;
+    const int64_t group_bytes = (plan_.direct ? plan_.group_codes / CodesPerWord(bits) : s.words) * kPanelBytes;
     const uint8_t* panels = packed_;
     if (plan_.direct) {
       s.flip = WeightFlip(a_.w);
       s.panel_stride = WordCount(a_.k, bits) * kPanelBytes;
-      panels = w_ + panel_ * s.panel_stride + (begin * group_words + first / CodesPerWord(bits)) * kPanelBytes;
+      panels = w_ + panel_ * s.panel_stride + begin * group_bytes + first / CodesPerWord(bits) * kPanelBytes;
     } else {
-      s.panel_stride = (end - begin) * group_words * kPanelBytes;
+      s.panel_stride = (end - begin) * group_bytes + kPanelBytes;  // no power of two: panels in sets of their own
       for (int64_t group = begin; group < end; ++group) {
-        uint8_t* to = packed_ + (group - begin) * group_words * kPanelBytes;
         const auto pack = a_.w.prepared ? PackPrepared : PackRows;
-        pack(a_, w_, group * plan_.group_size, plan_.group_size, first, s.words, panel_, panels_, to, s.panel_stride);
+        pack(a_, w_, group * plan_.group_size, plan_.group_size, first, s.words, panel_, panels_,
+             packed_ + (group - begin) * group_bytes, s.panel_stride);
       }
     }
+    const bool starts = first == 0, ends = first + count == plan_.group_codes;
+    if (ends) LoadColumns(begin, end);
     Tile tile;
     FloatTile t;
-    if (plan_.column_sums) {
-      s.row_stride = 0;
-      s.rows = shared_.ones + first;
-      for (int64_t group = begin; group < end; ++group) {
-        int32_t* sums = column_sums_ + (group - begin) * columns_;
-        ForEachTile(1, [&](int64_t, int, int64_t panel, int panel_count) {
-          const size_t bytes = static_cast<size_t>(panel_count) * kPanel * 4;
-          s.panels = panels + panel * s.panel_stride + (group - begin) * group_words * kPanelBytes;
-          if (first != 0) memcpy(tile[0], sums + panel * kPanel, bytes);
-          MultiplyTile(bits, 1, panel_count, s, tile, first != 0);
-          memcpy(sums + panel * kPanel, tile[0], bytes);
-        });
+    for (int64_t panel = 0; panel < panels_;) {
+      const int panel_count = static_cast<int>(std::min<int64_t>(
+          MostPanels(bits, static_cast<int>(std::min<int64_t>(rows_, kRowsAtOnce))), panels_ - panel));
+      for (int64_t row = 0; row < rows_;) {
+        // The first rows come with one of ones, which sums the columns of w.
+        const bool ones = plan_.column_sums && row == 0;
+        const int row_count = static_cast<int>(std::min<int64_t>(kRowsAtOnce - ones, rows_ - row));
+        const Place at = PlaceOf(row, row_count, panel, panel_count);
+        if (!starts) Restore(sums_, row, at, tile);
+        if (begin != 0 && ends) Restore(totals_, row, at, t);
+        for (int64_t group = begin; group < end; ++group) {
+          int32_t* column_sums = column_sums_ + (group - begin) * columns_ + panel * kPanel;
+          for (int r = 0; r < row_count; ++r) {
+            s.rows[r] = codes_ + (row + r) * row_codes_ + group * plan_.group_codes + first;
+          }
+          const size_t bytes = static_cast<size_t>(at.panels) * kPanel * sizeof(int32_t);
+          if (ones) {
+            s.rows[row_count] = shared_.ones + first;
+            if (!starts) memcpy(tile[row_count], column_sums, bytes);
+          }
+          s.panels = panels + panel * s.panel_stride + (group - begin) * group_bytes;
+          MultiplyTile(bits, row_count + ones, panel_count, s, tile, !starts);
+          if (ones) memcpy(column_sums, tile[row_count], bytes);
+          if (!ends) continue;
+          const int64_t of_group = (group - begin) * columns_ + panel * kPanel;
+          epilogue_.Finish(at, group, {scales_ + of_group, zeros_ + of_group, column_sums}, tile, t);
+        }
+        if (!ends) Save(sums_, row, at, tile);
+        if (ends && end != a_.groups) Save(totals_, row, at, t);
+        row += row_count;
       }
-      s.row_stride = row_codes_;
+      panel += panel_count;
     }
-    const bool ends = first + count == plan_.group_codes;
-    ForEachTile(rows_, [&](int64_t row, int row_count, int64_t panel, int panel_count) {
-      const Place at = PlaceOf(row, row_count, panel, panel_count);
-      if (first != 0) Restore(sums_, row, panel, at, tile);
-      if (begin != 0 && ends) Restore(totals_, row, panel, at, t);
-      for (int64_t group = begin; group < end; ++group) {
-        s.rows = codes_ + row * row_codes_ + group * plan_.group_codes + first;
-        s.panels = panels + panel * s.panel_stride + (group - begin) * group_words * kPanelBytes;
-        MultiplyTile(bits, row_count, panel_count, s, tile, first != 0);
-        if (ends) Finish(at, group, column_sums_ + (group - begin) * columns_ + panel * kPanel, tile, t);
-      }
-      if (!ends) return Save(sums_, row, panel, at, tile);
-      if (end != a_.groups) Save(totals_, row, panel, at, t);
-    });
   }
 
-  // After a group's last sums.
-  void Finish(const Place& at, int64_t group, const int32_t* column_sums, Tile& tile, FloatTile& t) const {
-    typename Epilogue::Columns columns;
-    epilogue_.Load(at, group, columns);
-    epilogue_.Correct(at, group, columns, column_sums, tile);
-    if (a_.out_type == ResultType::kInt32) return epilogue_.StoreIntegers(at, tile);
-    epilogue_.Scale(at, columns, group == 0, tile, t);
-    if (group + 1 == a_.groups) epilogue_.StoreFloats(at, t);
-  }
-
-  // f(row, rows, panel, panels), counted within the unit; panels in the outer loop, for they are larger.
-  template <typename F>
-  void ForEachTile(int64_t rows, const F& f) const {
-    const int most = MostPanels(plan_.direct ? a_.w.bits : 8, static_cast<int>(std::min<int64_t>(rows, kRowsAtOnce)));
-    for (int64_t panel = 0; panel < panels_; panel += most) {
-      const int panel_count = static_cast<int>(std::min<int64_t>(most, panels_ - panel));
-      for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
-        f(row, static_cast<int>(std::min<int64_t>(kRowsAtOnce, rows - row)), panel, panel_count);
-      }
+  void LoadColumns(int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; ++group) {
+      const int64_t at = (group - begin) * columns_;
+      epilogue_.Load(matrix_, group, panel_ * kPanel, columns_, columns_, scales_ + at, zeros_ + at);
     }
   }
 
   Place PlaceOf(int64_t row, int rows, int64_t panel, int panels) const {
     const int64_t column = (panel_ + panel) * kPanel;
-    const int width = panels * kPanel;
-    return {matrix_, row_ + row, column, rows, static_cast<int>(std::min<int64_t>(width, a_.n - column)), width};
+    return {matrix_, row_ + row, column, rows, static_cast<int>(std::min<int64_t>(panels * kPanel, a_.n - column)),
+            panels};
   }
 
+  // Sums that wait for the next chunk.
   template <typename T>
-  void Restore(const T* from, int64_t row, int64_t panel, const Place& at, T (&tile)[kTileRows][kTileColumns]) const {
-    for (int r = 0; r < at.rows; ++r) {
-      memcpy(tile[r], from + (row + r) * columns_ + panel * kPanel, static_cast<size_t>(at.width) * sizeof(T));
-    }
+  void Restore(const T* from, int64_t row, const Place& at, T (&tile)[kTileRows][kTileColumns]) const {
+    from += row * columns_ + at.column - panel_ * kPanel;
+    for (int r = 0; r < at.rows; ++r)
+      memcpy(tile[r], from + r * columns_, static_cast<size_t>(at.panels) * kPanel * sizeof(T));
   }
   template <typename T>
-  void Save(T* to, int64_t row, int64_t panel, const Place& at, const T (&tile)[kTileRows][kTileColumns]) const {
-    for (int r = 0; r < at.rows; ++r) {
-      memcpy(to + (row + r) * columns_ + panel * kPanel, tile[r], static_cast<size_t>(at.width) * sizeof(T));
-    }
+  void Save(T* to, int64_t row, const Place& at, const T (&tile)[kTileRows][kTileColumns]) const {
+    to += row * columns_ + at.column - panel_ * kPanel;
+    for (int r = 0; r < at.rows; ++r)
+      memcpy(to + r * columns_, tile[r], static_cast<size_t>(at.panels) * kPanel * sizeof(T));
   }
 
 #if defined(__AVX512VNNI__)
@@ -219,14 +213,16 @@ class Unit {
       GroupSums(rows, plan_.column_sums, w_ + group * plan_.group_size * a_.n + column, a_.n, columns,
                 codes_ + group * plan_.group_codes, row_codes_, shared_.ones, plan_.group_size, WeightFlip(a_.w), sums,
                 columns_);
+      LoadColumns(group, group + 1);
       for (int64_t panel = 0; panel < panels_; panel += kTilePanels) {
         const int panel_count = static_cast<int>(std::min<int64_t>(kTilePanels, panels_ - panel));
         const Place at = PlaceOf(0, rows, panel, panel_count);
-        for (int r = 0; r < rows; ++r) InOrder(sums + r * columns_ + panel * kPanel, tile[r]);
-        if (plan_.column_sums) InOrder(sums + rows * columns_ + panel * kPanel, column_sums);
-        if (group != 0) Restore(totals_, 0, panel, at, t);
-        Finish(at, group, column_sums, tile, t);
-        if (group + 1 != a_.groups) Save(totals_, 0, panel, at, t);
+        const int64_t from = panel * kPanel;
+        for (int r = 0; r < rows; ++r) InOrder(sums + r * columns_ + from, tile[r]);
+        if (plan_.column_sums) InOrder(sums + rows * columns_ + from, column_sums);
+        if (group != 0) Restore(totals_, 0, at, t);
+        epilogue_.Finish(at, group, {scales_ + from, zeros_ + from, column_sums}, tile, t);
+        if (group + 1 != a_.groups) Save(totals_, 0, at, t);
       }
     }
   }
@@ -243,7 +239,9 @@ class Unit {
   const Code* codes_;
   int32_t* sums_;
   float* totals_;
-  int32_t* column_sums_;
+  int32_t* column_sums_;  // of the groups of a chunk, as the next two
+  float* scales_;
+  int32_t* zeros_;
   uint8_t* packed_;
 };
 

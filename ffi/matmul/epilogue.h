@@ -1,9 +1,10 @@
-// From the sums of a tile to results.
+// From the sums of a tile to results, a panel's 16 columns at a time.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "ffi/matmul/kernels.h"
 #include "ffi/matmul/math.h"
@@ -14,13 +15,29 @@ namespace matmul {
 namespace JQ_ISA {
 namespace {
 
+// A panel's columns, for every instruction set. Unsigned: sums wrap.
+typedef uint32_t Integers __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Signed __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+
+// Named for each type: as a template's argument it would lose its attributes.
+inline const Integers& IntegersAt(const int32_t* from) { return *reinterpret_cast<const Integers*>(from); }
+inline const Floats& FloatsAt(const float* from) { return *reinterpret_cast<const Floats*>(from); }
+inline Floats& FloatsAt(float* from) { return *reinterpret_cast<Floats*>(from); }
+
 using FloatTile = float[kTileRows][kTileColumns];
 
-// A tile's place: rows from `row`, `columns` columns from `column` of a matrix.
+// A tile's place: rows from `row`, `columns` columns from `column` of a matrix, in `panels` panels.
 struct Place {
   int64_t matrix, row, column;
-  int rows, columns;
-  int width;  // columns with those that pad the last panel
+  int rows, columns, panels;
+};
+
+// What the columns of a tile have, each padded to whole panels.
+struct ColumnValues {
+  const float* scale;
+  const int32_t* zero;  // W of math.h
+  const int32_t* sum;
 };
 
 struct Epilogue {
@@ -28,73 +45,108 @@ struct Epilogue {
   const Plan& plan;
   const int32_t* row_sums;  // null where not needed
 
-  // The scales and zero points of a group for a tile's columns.
-  struct Columns {
-    alignas(64) float scale[kTileColumns];
-    alignas(64) int32_t zero[kTileColumns];
-  };
-
-  void Load(const Place& at, int64_t group, Columns& to) const {
-    const int64_t of_group = (a.one_w ? 0 : at.matrix) * a.groups + group;
-    const int64_t first = a.per_column ? of_group * a.n + at.column : of_group;
-    const int32_t shift = WeightShift(a.w);
-    for (int c = 0; c < at.width; ++c) to.zero[c] = -shift;
+  // Scales and zero points of a group for `columns` columns from `column`; what pads them is 0.
+  void Load(int64_t matrix, int64_t group, int64_t column, int64_t columns, int64_t padded, float* scale,
+            int32_t* zero) const {
+    const int64_t count = std::min(columns, a.n - column);
+    const int64_t of_group = (a.one_w ? 0 : matrix) * a.groups + group;
+    const int64_t first = a.per_column ? of_group * a.n + column : of_group, step = a.per_column ? 1 : 0;
     if (a.w_zero_point != nullptr) {
-      for (int c = 0; c < at.columns; ++c) {
-        to.zero[c] = ZeroPoint(a.w_zero_point[first + (a.per_column ? c : 0)]) - shift;
-      }
+      const int32_t shift = WeightShift(a.w);
+      for (int64_t c = 0; c < count; ++c) zero[c] = ZeroPoint(a.w_zero_point[first + c * step]) - shift;
+      for (int64_t c = count; c < padded; ++c) zero[c] = 0;
     }
     if (a.w_scale == nullptr) return;
-    for (int c = 0; c < at.width; ++c) to.scale[c] = 0.0f;
-    for (int c = 0; c < at.columns; ++c) to.scale[c] = a.w_scale[first + (a.per_column ? c : 0)];
-  }
-
-  int32_t AZero(const Place& at, int64_t row) const {
-    if (a.a_zero_point == nullptr) return -plan.a_shift;
-    return ZeroPoint(a.a_zero_point[at.matrix * a.a_scale_of_matrix + row * a.a_scale_of_row]) - plan.a_shift;
-  }
-
-  // The integers of a group.
-  void Correct(const Place& at, int64_t group, const Columns& columns, const int32_t* column_sums, Tile& tile) const {
-    for (int r = 0; r < at.rows; ++r) {
-      const int64_t row = at.row + r;
-      const int32_t a_zero = AZero(at, row);
-      if (plan.row_sums) {
-        const int32_t sum = row_sums[((a.one_a ? 0 : at.matrix) * a.m + row) * a.groups + group];
-        const int32_t count = static_cast<int32_t>(static_cast<uint32_t>(plan.group_size));
-        const int32_t rest = WrappingDifference(sum, WrappingProduct(count, a_zero));
-        for (int c = 0; c < at.width; ++c) {
-          tile[r][c] = WrappingDifference(tile[r][c], WrappingProduct(columns.zero[c], rest));
-        }
-      }
-      if (plan.column_sums) {
-        for (int c = 0; c < at.columns; ++c) {
-          tile[r][c] = WrappingDifference(tile[r][c], WrappingProduct(a_zero, column_sums[c]));
-        }
-      }
+    if (a.per_column) {
+      memcpy(scale, a.w_scale + first, static_cast<size_t>(count) * sizeof(float));
+    } else {
+      for (int64_t c = 0; c < count; ++c) scale[c] = a.w_scale[first];
     }
+    for (int64_t c = count; c < padded; ++c) scale[c] = 0.0f;
   }
 
-  // t of the groups before, or nothing for the first.
-  void Scale(const Place& at, const Columns& columns, bool first, const Tile& tile, FloatTile& t) const {
+  // After a group's last sums: its integers go to out, or to t, and with the last group t goes to out.
+  void Finish(const Place& at, int64_t group, const ColumnValues& columns, const Tile& tile, FloatTile& t) const {
+    uint32_t a_zero[kTileRows], rest[kTileRows];
     for (int r = 0; r < at.rows; ++r) {
-      if (first) {
-        for (int c = 0; c < at.width; ++c) t[r][c] = static_cast<float>(tile[r][c]) * columns.scale[c];
+      a_zero[r] = static_cast<uint32_t>(AZero(at.matrix, at.row + r));
+      rest[r] = 0;
+      if (!plan.row_sums) continue;
+      const int64_t row = (a.one_a ? 0 : at.matrix) * a.m + at.row + r;
+      rest[r] =
+          static_cast<uint32_t>(row_sums[row * a.groups + group]) - static_cast<uint32_t>(plan.group_size) * a_zero[r];
+      // All columns alike, where w has no zero points of its own.
+      if (a.w_zero_point == nullptr) rest[r] *= static_cast<uint32_t>(-WeightShift(a.w));
+    }
+    const auto run = [&](auto zeros, auto sums) {
+      if (a.out_type == ResultType::kInt32) {
+        ForEachPanel(at, [&](int r, int c) {
+          Integers v;
+          Correct<zeros.value, sums.value>(columns, c, tile[r] + c, a_zero[r], rest[r], v);
+          StoreIntegers(at, r, c, v);
+        });
+      } else if (group == 0) {
+        ForEachPanel(at, [&](int r, int c) {
+          Integers v;
+          Correct<zeros.value, sums.value>(columns, c, tile[r] + c, a_zero[r], rest[r], v);
+          FloatsAt(t[r] + c) = __builtin_convertvector((Signed)v, Floats) * FloatsAt(columns.scale + c);
+        });
       } else {
-        for (int c = 0; c < at.width; ++c) t[r][c] = t[r][c] + static_cast<float>(tile[r][c]) * columns.scale[c];
+        ForEachPanel(at, [&](int r, int c) {
+          Integers v;
+          Correct<zeros.value, sums.value>(columns, c, tile[r] + c, a_zero[r], rest[r], v);
+          const Floats product = __builtin_convertvector((Signed)v, Floats) * FloatsAt(columns.scale + c);
+          FloatsAt(t[r] + c) = FloatsAt(t[r] + c) + product;
+        });
       }
+    };
+    const bool zeros = a.w_zero_point != nullptr;
+    if (zeros) {
+      plan.column_sums ? run(std::true_type(), std::true_type()) : run(std::true_type(), std::false_type());
+    } else {
+      plan.column_sums ? run(std::false_type(), std::true_type()) : run(std::false_type(), std::false_type());
+    }
+    if (a.out_type != ResultType::kInt32 && group + 1 == a.groups) StoreFloats(at, t);
+  }
+
+ private:
+  template <typename F>
+  static void ForEachPanel(const Place& at, const F& f) {
+    for (int c = 0; c < at.panels * kPanel; c += kPanel) {
+      for (int r = 0; r < at.rows; ++r) f(r, c);
     }
   }
 
-  void StoreIntegers(const Place& at, const Tile& tile) const {
-    int32_t* out = static_cast<int32_t*>(a.out) + (at.matrix * a.m + at.row) * a.n + at.column;
-    for (int r = 0; r < at.rows; ++r) memcpy(out + r * a.n, tile[r], static_cast<size_t>(at.columns) * 4);
+  template <bool kZeros, bool kColumnSums>
+  static void Correct(const ColumnValues& columns, int c, const int32_t* sums, uint32_t a_zero, uint32_t rest,
+                      Integers& v) {
+    v = IntegersAt(sums);
+    if (kZeros) {
+      v -= IntegersAt(columns.zero + c) * rest;
+    } else {
+      v -= rest;
+    }
+    if (kColumnSums) v -= IntegersAt(columns.sum + c) * a_zero;
+  }
+
+  int32_t AZero(int64_t matrix, int64_t row) const {
+    if (a.a_zero_point == nullptr) return -plan.a_shift;
+    return ZeroPoint(a.a_zero_point[matrix * a.a_scale_of_matrix + row * a.a_scale_of_row]) - plan.a_shift;
+  }
+
+  void StoreIntegers(const Place& at, int r, int c, const Integers& v) const {
+    int32_t* out = static_cast<int32_t*>(a.out) + (at.matrix * a.m + at.row + r) * a.n + at.column + c;
+    if (at.columns - c >= kPanel) {
+      memcpy(out, &v, sizeof(v));
+    } else {
+      memcpy(out, &v, static_cast<size_t>(at.columns - c) * sizeof(int32_t));
+    }
   }
 
   void StoreFloats(const Place& at, FloatTile& t) const {
     for (int r = 0; r < at.rows; ++r) {
       const float scale = a.a_scale[at.matrix * a.a_scale_of_matrix + (at.row + r) * a.a_scale_of_row];
-      for (int c = 0; c < at.width; ++c) t[r][c] = t[r][c] * scale;
+      for (int c = 0; c < at.panels * kPanel; ++c) t[r][c] = t[r][c] * scale;
       if (a.bias != nullptr) {
         for (int c = 0; c < at.columns; ++c) t[r][c] = t[r][c] + a.bias[at.column + c];
       }
@@ -102,12 +154,11 @@ struct Epilogue {
       switch (a.out_type) {
         case ResultType::kF16: Store(t[r], at.columns, static_cast<Float16*>(a.out) + to); break;
         case ResultType::kBF16: Store(t[r], at.columns, static_cast<BFloat16*>(a.out) + to); break;
-        default: Store(t[r], at.columns, static_cast<float*>(a.out) + to);
+        default: memcpy(static_cast<float*>(a.out) + to, t[r], static_cast<size_t>(at.columns) * sizeof(float));
       }
     }
   }
 
- private:
   template <typename T>
   static void Store(const float* t, int columns, T* out) {
     for (int c = 0; c < columns; ++c) out[c] = Convert<T>(t[c]);

@@ -29,8 +29,7 @@ using Code = int16_t;
 
 // A stretch of k.
 struct Stretch {
-  const Code* rows;
-  int64_t row_stride;
+  const Code* rows[kTileRows];
   const uint8_t* panels;
   int64_t panel_stride;
   int64_t words;  // of w
@@ -64,7 +63,7 @@ void Multiply(const Stretch& s, Tile& tile, bool add) {
   const __m512i flip = _mm512_set1_epi8(static_cast<char>(s.flip));
   const int8_t* rows[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) rows[r] = s.rows + r * s.row_stride;
+  for (int r = 0; r < R; ++r) rows[r] = s.rows[r];
   const uint8_t* panel = s.panels;
   for (int64_t i = 0; i < s.words; ++i) {
     __m512i words[C];
@@ -121,7 +120,7 @@ void Multiply(const Stretch& s, Tile& tile, bool add) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         int64_t four;
-        memcpy(&four, s.rows + r * s.row_stride + 4 * (kParts * i + t), sizeof(four));
+        memcpy(&four, s.rows[r] + 4 * (kParts * i + t), sizeof(four));
         codes[r] = _mm256_set1_epi64x(four);
       }
 #pragma GCC unroll 4
@@ -162,7 +161,7 @@ void Multiply(const Stretch& s, Tile& tile, bool add) {
     for (int64_t i = 0; i < s.words; ++i) {
       const uint8_t* panel = s.panels + kPanelBytes * i;
       for (int t = 0; t < kParts; ++t) {
-        const Code* codes = s.rows + r * s.row_stride + 4 * (kParts * i + t);
+        const Code* codes = s.rows[r] + 4 * (kParts * i + t);
         for (int c = 0; c < kPanel; ++c) {
           int32_t sum = 0;
           for (int j = 0; j < 4; ++j) {

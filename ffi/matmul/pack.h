@@ -64,8 +64,13 @@ inline void PackRows(const ProductArguments& a, const uint8_t* w, int64_t group,
       // Rows beyond the group meet zeros of a.
       rows[j] = w + (group + first + 4 * i + (j < present ? j : 0)) * row_bytes;
     }
+    const bool more = first + 4 * i + 8 <= group_size;
     for (int64_t p = 0; p < panels; ++p) {
       const int64_t column = (panel + p) * kPanel;
+      if (more && p % 4 == 0) {
+        // Each row is a page of its own, or nearly: no prefetcher foresees the next one.
+        for (int j = 0; j < 4; ++j) __builtin_prefetch(rows[j] + 4 * row_bytes + column);
+      }
       uint8_t* out = to + p * panel_stride + i * kPanelBytes;
       if (a.w.bits == 8 && column + kPanel <= a.n) {
         const uint8_t* const here[4] = {rows[0] + column, rows[1] + column, rows[2] + column, rows[3] + column};

@@ -70,8 +70,9 @@ Plan MakePlan(const ProductArguments& a, const Traits& traits, int64_t threads) 
   const int64_t columns = plan.panels_per_unit * kPanel;
   const int64_t groups_at_once =
       plan.group_codes > 0 ? std::max<int64_t>(1, plan.chunk_codes / plan.group_codes) : a.groups;
-  plan.local_bytes = kLine + RoundUp(groups_at_once * columns * 4, kLine) + (2 * plan.rows_per_unit + 1) * columns * 4 +
-                     (plan.direct || plan.row_kernel ? 0 : plan.chunk_codes * columns);
+  plan.local_bytes = kLine + 3 * RoundUp(groups_at_once * columns * 4, kLine) +
+                     (2 * plan.rows_per_unit + 1) * columns * 4 +
+                     (plan.direct || plan.row_kernel ? 0 : (plan.chunk_codes + 4) * columns);
   return plan;
 }
 
