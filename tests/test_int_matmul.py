@@ -59,10 +59,11 @@ def test_extremes(dtypes, implementation):
     """Where pairs of products saturate 16 bits: the ends of the ranges, whole rows and alternating."""
     ends = [[np.iinfo(d).min, np.iinfo(d).max] for d in dtypes]
     k = 70
-    patterns = [lambda low, high: np.full(k, low), lambda low, high: np.full(k, high),
-                lambda low, high: np.resize([low, high], k), lambda low, high: np.resize([high, high, low, low], k)]  # fmt: skip
-    a = np.stack([p(*ends[0]) for p in patterns] * 3).astype(dtypes[0])
-    b = np.stack([p(*ends[1]) for p in patterns] * 9).astype(dtypes[1]).T
+    patterns = [[0], [1], [0, 1], [1, 1, 0, 0]]
+    a, b = (
+        np.stack([np.resize(np.take(e, p), k) for p in patterns]).astype(d) for e, d in zip(ends, dtypes, strict=True)
+    )
+    a, b = np.tile(a, (3, 1)), np.tile(b, (9, 1)).T
     for rows in (1, 2, 12):
         actual = jaxquant.int_matmul(a[:rows], b, implementation=implementation)
         np.testing.assert_array_equal(actual, oracle.int_matmul(a[:rows], b))
@@ -70,9 +71,8 @@ def test_extremes(dtypes, implementation):
 
 @every_implementation
 def test_wraps_beyond_int32(implementation):
-    k = 140_000 if implementation != "cuda_emulation" else 33_100
-    fill = {"xla": 255, "ffi": 255, "cuda_emulation": 255}[implementation]
-    a, b = np.full((1, k), fill, np.uint8), np.full((k, 2), 255, np.uint8)
+    k = 33_100 if implementation == "cuda_emulation" else 140_000
+    a, b = np.full((1, k), 255, np.uint8), np.full((k, 2), 255, np.uint8)
     expected = oracle.int_matmul(a, b)
     np.testing.assert_array_equal(jaxquant.int_matmul(a, b, implementation=implementation), expected)
     many = jaxquant.int_matmul(np.repeat(a, 3, 0), b, implementation=implementation)
@@ -222,7 +222,7 @@ def test_scaled(qtype, implementation):
     def products(operands):
         return {
             name: [problems[name].call(*o, prepared=prepared, implementation=implementation)
-                   for prepared, o in enumerate(both)]
+                   for prepared, o in zip((False, True), both, strict=True)]
             for name, both in operands.items()
         }  # fmt: skip
 
@@ -244,6 +244,8 @@ def test_scaled_result_types(dtype, implementation):
 def test_scaled_with_odd_values(implementation):
     """Zero points that are no integers, beyond every range or not numbers; scales that are 0, negative, infinite."""
     p = Problem("uint4", m=6, k=32, n=20, groups=2, zero_a=True, zero_w=True)
+    assert p.a_zero_point is not None
+    assert p.w_zero_point is not None
     p.a_zero_point[0, :, 0] = [0.5, 1.5, -2.5, np.nan, np.inf, -1e30]
     p.w_zero_point[0, 1, :3] = [np.nan, 7.5, 1e9]
     p.w_scale[0, 0, :4] = [0, -0.5, np.inf, np.nan]
