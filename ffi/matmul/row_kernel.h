@@ -61,7 +61,7 @@ inline void AddWords(const uint8_t* w, int64_t stride, __mmask64 mask, const int
 template <int R, bool kColumnSums>
 void GroupSums(const uint8_t* w, int64_t stride, int64_t columns, const int8_t* rows, int64_t row_stride,
                const int8_t* ones, int64_t group_size, unsigned flip_byte, int32_t* sums, int64_t sums_stride) {
-  constexpr int kWords = 4;
+  constexpr int kWords = 2;
   const __m512i flip = _mm512_set1_epi8(static_cast<char>(flip_byte));
   const int64_t blocks = CeilDivide(columns, kBlock);
   for (int r = 0; r < R + kColumnSums; ++r) memset(sums + r * sums_stride, 0, static_cast<size_t>(blocks * kBlock * 4));
