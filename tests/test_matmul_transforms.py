@@ -92,6 +92,25 @@ def test_scan_remat_and_gradients(implementation):
     assert gradient == oracle.int_matmul(a[0], b).sum()
 
 
+def test_derivatives_in_scales_and_bias():
+    """Linear in each: the product with the tangent in its place."""
+    p = Problem("int8", b=2, m=3, k=24, n=10, groups=2, zero_a=True, zero_w=True, bias=True)
+    q = Problem("int8", b=2, m=3, k=24, n=10, groups=2, zero_a=True, zero_w=True, bias=True, seed=1)
+    o, t = p.operands(False), q.operands(False)
+    expected = 0
+    for i, keep in ((1, 6), (4, 6)):
+        changed = [t[j] if j == i else None if j == keep else x for j, x in enumerate(o)]
+        expected = expected + oracle.scaled_matmul(*changed)
+    expected = expected + t[6]
+
+    def f(a_scale, w_scale, bias):
+        return p.call(o[0], a_scale, o[2], o[3], w_scale, o[5], bias)
+
+    y, dy = jax.jvp(f, (o[1], o[4], o[6]), (t[1], t[4], t[6]))
+    assert_same_bits(y, p.expected())
+    np.testing.assert_allclose(dy, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 def test_export(implementation):
     rng = np.random.default_rng(2)

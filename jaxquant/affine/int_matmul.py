@@ -17,8 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import ad
 
-from jaxquant._core import ffi
+from jaxquant._core import compat, ffi
 from jaxquant._core.errors import refuse
 from jaxquant._core.primitive import Axes, Operation, Result, bind, build
 from jaxquant.affine.exact import seal
@@ -357,3 +358,24 @@ scaled_matmul_p = build(
         partial=_scaled_matmul_partial,
     )
 )
+
+
+def _scaled_matmul_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    """Linear in each scale and in the bias; zero points are integers. Forward mode only: see `qat_dense`."""
+    out = bind(scaled_matmul_p, *primals, **params)
+    total = None
+    none = jnp.zeros(NONE, jnp.float32)
+    for i in (1, 4, 6):
+        if compat.is_zero(tangents[i]) or primals[i].shape == NONE:
+            continue
+        if i == 6:
+            term = jnp.broadcast_to(tangents[i].astype(out.dtype), out.shape)
+        else:
+            operands = [*primals[:6], none]
+            operands[i] = tangents[i]
+            term = bind(scaled_matmul_p, *operands, **params)
+        total = term if total is None else total + term
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval()) if total is None else total
+
+
+ad.primitive_jvps[scaled_matmul_p] = _scaled_matmul_jvp
