@@ -34,7 +34,7 @@ def sub_codes(rng, qtype, *shape):
 
 # ---------------------------------------------------------------------------------------------------------- int_matmul
 
-SIZES = [(1, 1, 1), (1, 40, 33), (2, 16, 4), (3, 17, 5), (5, 100, 130), (7, 48, 64), (8, 49, 63), (9, 15, 257),
+SIZES = [(1, 1, 1), (1, 40, 33), (2, 16, 4), (3, 17, 5), (4, 70, 32), (5, 100, 130), (7, 48, 64), (8, 49, 63), (9, 15, 257),
          (17, 65, 8), (40, 33, 31)]  # fmt: skip
 
 
@@ -204,6 +204,7 @@ PROBLEMS = {
     "tensor": {"per_token": False, "per_channel": False, "zero_a": True, "zero_w": True},
     "one row": {"m": 1, "k": 130, "n": 70, "zero_a": True, "bias": True},
     "one row in groups": {"m": 1, "k": 128, "groups": 4, "n": 33, "zero_w": True},
+    "four rows": {"m": 4, "k": 32, "n": 70, "zero_a": True},
     "rows": {"m": 41, "k": 128, "groups": 2, "n": 66},
     "batch": {"b": 3, "m": 4, "k": 32, "groups": 2, "zero_a": True, "zero_w": True, "bias": True},
     "shared rows": {"b": 3, "m": 2, "k": 24, "one_a": True, "zero_a": True},

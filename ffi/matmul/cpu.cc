@@ -140,8 +140,9 @@ class Unit {
     Tile tile;
     FloatTile t;
     for (int64_t panel = 0; panel < panels_;) {
-      const int panel_count = static_cast<int>(std::min<int64_t>(
-          MostPanels(bits, static_cast<int>(std::min<int64_t>(rows_, kRowsAtOnce))), panels_ - panel));
+      const int64_t rows_at_once = std::min<int64_t>(rows_ + plan_.column_sums, kRowsAtOnce);
+      const int most = MostPanels(bits, static_cast<int>(rows_at_once));
+      const int panel_count = static_cast<int>(std::min<int64_t>(most, panels_ - panel));
       for (int64_t row = 0; row < rows_;) {
         // The first rows come with one of ones, which sums the columns of w.
         const bool ones = plan_.column_sums && row == 0;

@@ -58,8 +58,9 @@ class Operation:
     axes(*operands, **params) names the axes of operands and results. Axes of one name are split alike, whatever their
     sizes, into whole units; a result is summed over the shards of the names it lacks.
     batch(operands, dims, **params) is the batching rule: the results, batched along their first axes.
-    partial(call, total, *operands, **params) gives a shard's result where it is a sum over shards: call(*operands,
-    changed={...}) runs the kernel with changed params, total(x) sums over the shards. Left out: sums of float32.
+    partial(call, total, whole, *operands, **params) gives a shard's result where it is a sum over shards: whole are the
+    operands of all shards, call(*operands, changed={...}) runs the kernel with changed params, total(x) sums over the
+    shards. Left out: sums of float32.
     """
 
     name: str
@@ -340,7 +341,8 @@ def _partitioned_by_name(
             if not summed:
                 return tuple(call(*parts))
             if operation.partial is not None:
-                return (operation.partial(call, lambda x: _all_reduce_p.bind(x, axes=summed)[0], *parts, **params),)
+                total = lambda x: _all_reduce_p.bind(x, axes=summed)[0]  # noqa: E731
+                return (operation.partial(call, total, operands, *parts, **params),)
             # Partial sums travel in float32.
             dtype = parts[0].dtype
             (out,) = call(parts[0].astype(jnp.float32), *parts[1:])

@@ -200,7 +200,7 @@ int_matmul_p = build(
         dtypes=CODES,
         axes=_int_matmul_axes,
         batch=_int_matmul_batch,
-        partial=lambda call, total, a, b: total(call(a, b)[0]),
+        partial=lambda call, total, whole, a, b: total(call(a, b)[0]),
     )
 )
 no_tangents(int_matmul_p)
@@ -304,6 +304,10 @@ def _scaled_matmul_batch(operands: Any, dims: Any, **params: Any) -> Any:
         else:
             out = _scaled_matmul_batch(*rest, **wide)
         return (out + bias[:, None, None]).astype(params["dtype"])
+    operands, dims = list(operands), list(dims)
+    if operands[2].shape != NONE and (dims[1] is None) != (dims[2] is None):  # zero points are shaped like scales
+        i = 1 if dims[1] is None else 2
+        operands[i], dims[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape)), 0
     a, a_scale, a_zero_point, w, w_scale, w_zero_point, bias = operands
     if all(d is None for d in dims[3:]):  # more rows
         m = a.shape[1] if dims[0] is None else jnp.moveaxis(a, dims[0], 0).shape[2]
@@ -326,16 +330,15 @@ def _scaled_matmul_batch(operands: Any, dims: Any, **params: Any) -> Any:
 
 
 def _scaled_matmul_partial(
-    call: Any, total: Any, a: Any, a_scale: Any, a_zero_point: Any, w: Any, w_scale: Any, w_zero_point: Any, bias: Any,
+    call: Any, total: Any, whole: Any, a: Any, a_scale: Any, a_zero_point: Any, w: Any, w_scale: Any, w_zero_point: Any, bias: Any,
     *, dtype: Any, **_: Any,
 ) -> Any:  # fmt: skip
     """k is spread over shards: sums of integers where w has one group, exact as ever; else of float32."""
     operands = (a, a_scale, a_zero_point, w, w_scale, w_zero_point, jnp.zeros(NONE, jnp.float32))
-    if w_scale.shape[1] == 1:
+    if whole[4].shape[1] == 1:
         acc = total(call(*operands, changed={"dtype": jnp.dtype(jnp.int32)})[0])
         return _finish(seal(acc.astype(jnp.float32) * w_scale), a_scale, bias, dtype)
-    one = jnp.ones((1, 1, 1), jnp.float32)
-    t = total(call(a, one, *operands[2:], changed={"dtype": jnp.dtype(jnp.float32)})[0])
+    t = total(call(a, jnp.ones_like(a_scale), *operands[2:], changed={"dtype": jnp.dtype(jnp.float32)})[0])
     return _finish(t, a_scale, bias, dtype)
 
 
