@@ -34,8 +34,8 @@ def sub_codes(rng, qtype, *shape):
 
 # ---------------------------------------------------------------------------------------------------------- int_matmul
 
-SIZES = [(1, 1, 1), (1, 40, 33), (2, 16, 4), (3, 17, 5), (4, 70, 32), (5, 100, 130), (7, 48, 64), (8, 49, 63), (9, 15, 257),
-         (17, 65, 8), (40, 33, 31)]  # fmt: skip
+SIZES = [(1, 1, 1), (1, 40, 33), (2, 16, 4), (3, 17, 5), (4, 70, 32), (5, 100, 130), (7, 48, 64), (8, 49, 63),
+         (9, 15, 257), (17, 65, 8), (40, 33, 31)]  # fmt: skip
 
 
 @every_implementation
@@ -254,3 +254,44 @@ def test_scaled_with_odd_values(implementation):
     with np.errstate(all="ignore"):
         expected = p.expected()
     assert_same_bits(p.call(*p.operands(False), implementation=implementation), expected)
+
+
+# ------------------------------------------------------------------------------------------------------------ handlers
+
+I8, U8, F32, I32 = np.int8, np.uint8, np.float32, np.int32
+SCALED = [((2, 3, 8), I8), ((2, 3, 1), F32), ((0,), F32), ((2, 8, 5), I8), ((2, 2, 5), F32), ((0,), F32), ((5,), F32)]
+WRONG = [  # target, operands, result, attributes, what it says
+    ("int_matmul", [((1, 3, 4), I8), ((1, 5, 2), I8)], ((1, 3, 2), I32), {}, "b: expected"),
+    ("int_matmul", [((1, 3, 4), F32), ((1, 4, 2), I8)], ((1, 3, 2), I32), {}, "a: expected int8 or uint8"),
+    ("int_matmul", [((1, 3, 4), I8), ((1, 4, 2), I8)], ((1, 3, 2), F32), {}, "result: expected"),
+    ("int_matmul", [((2, 3, 4), I8), ((3, 4, 2), I8)], ((2, 3, 2), I32), {}, "b: expected 1 or 2 matrices"),
+    ("int_matmul", [((2, 3, 4), I8), ((2, 4, 2), I8)], ((2, 4, 2), I32), {}, "a: expected"),
+    ("prepare", [((1, 4, 4), U8)], ((1, 1, 1, 64), U8), {"bits": 3, "n": 4}, "bits: expected 8, 4 or 2, got 3"),
+    ("prepare", [((1, 4, 4), U8)], ((1, 2, 1, 64), U8), {"bits": 8, "n": 4}, "w: expected"),
+    ("plain", [((1, 1, 1, 64), U8)], ((1, 5, 4), U8), {"bits": 8, "n": 4}, "w: expected"),
+]
+for i, bad, says in [
+    (0, ((3, 3, 8), I8), "a: expected"),
+    (1, ((2, 2, 1), F32), "a_scale: expected"),
+    (2, ((2, 1, 1), F32), "a_zero_point: expected"),
+    (3, ((2, 7, 5), I8), "w: expected"),
+    (3, ((2, 8, 5), F32), "w: expected uint8"),
+    (4, ((2, 3, 5), F32), "w_scale: expected"),
+    (4, ((2, 0, 5), F32), "w_scale: expected"),
+    (5, ((2, 1, 5), F32), "w_zero_point: expected"),
+    (6, ((4,), F32), "bias: expected"),
+]:
+    changed = [bad if j == i else operand for j, operand in enumerate(SCALED)]
+    attributes = {"bits": 8, "is_signed": 1, "prepared": 0}
+    WRONG.append(("scaled_matmul", changed, ((2, 3, 5), F32), attributes, says))
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case[0]} {case[4]}")
+def test_handlers_refuse(case):
+    """What Python would not have let through."""
+    name, operands, (shape, dtype), attributes, says = case
+    call = jax.ffi.ffi_call(f"jaxquant_{name}", jax.ShapeDtypeStruct(shape, dtype))
+    with pytest.raises(Exception, match=says):
+        jax.block_until_ready(
+            call(*(jnp.zeros(s, t) for s, t in operands), **{k: np.int64(v) for k, v in attributes.items()})
+        )

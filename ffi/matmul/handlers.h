@@ -24,20 +24,20 @@ inline ffi::Error CheckBits(const char* name, int64_t bits) {
 
 // w [b, k, n] of 8 bits, [b, k, ceil(n * bits / 8)], or prepared [b, panels, words, 64]: for k by n codes.
 inline ffi::Error ReadWeights(const char* name, ffi::AnyBuffer w, int64_t bits, int64_t is_signed, int64_t prepared,
-                              int64_t k, int64_t n, Weights* out) {
+                              int64_t k, int64_t n, Weights* out, const char* operand = "w") {
   JQ_RETURN_IF_ERROR(CheckBits(name, bits));
   const ffi::DataType type = w.element_type();
   if (type != ffi::DataType::U8 && (type != ffi::DataType::S8 || bits != 8 || prepared != 0)) {
-    return Refuse(name, "w", "uint8 bytes (or int8 codes)",
+    return Refuse(name, operand, "uint8 bytes (or int8 codes)",
                   "XLA element type " + std::to_string(static_cast<int>(type)));
   }
-  JQ_RETURN_IF_ERROR(CheckRank(name, "w", w, prepared != 0 ? 4 : 3));
+  JQ_RETURN_IF_ERROR(CheckRank(name, operand, w, prepared != 0 ? 4 : 3));
   const auto d = w.dimensions();
   const int width = static_cast<int>(bits);
   const bool fits = prepared != 0 ? d[1] == PanelCount(n) && d[2] == WordCount(k, width) && d[3] == kPanelBytes
                                   : d[1] == k && d[2] == PlainRowBytes(n, width);
   if (!fits) {
-    return Refuse(name, "w",
+    return Refuse(name, operand,
                   std::string(prepared != 0 ? "prepared " : "") + "codes of " + std::to_string(bits) + " bits, " +
                       std::to_string(k) + " by " + std::to_string(n),
                   Shape(w));
@@ -134,7 +134,7 @@ class Handlers {
     JQ_RETURN_IF_ERROR(ReadRows(name, a, *out, &p));
     JQ_RETURN_IF_ERROR(CheckType(name, "result", *out, ffi::DataType::S32));
     const bool is_signed = b.element_type() == ffi::DataType::S8;
-    JQ_RETURN_IF_ERROR(ReadWeights(name, b, 8, is_signed, 0, p.k, p.n, &p.w));
+    JQ_RETURN_IF_ERROR(ReadWeights(name, b, 8, is_signed, 0, p.k, p.n, &p.w, "b"));
     p.one_w = b.dimensions()[0] == 1;
     if (!p.one_w && b.dimensions()[0] != p.batch) {
       return Refuse(name, "b", "1 or " + std::to_string(p.batch) + " matrices", Shape(b));

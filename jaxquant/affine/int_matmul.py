@@ -38,7 +38,7 @@ def int_matmul(a: Any, b: Any, *, implementation: str | None = None) -> jax.Arra
       implementation: None, "ffi" or "xla", as for `fake_quantize`.
 
     Returns:
-      int32 ``[.., m, n]``, leading axes broadcast as by ``jnp.matmul``. Exact for k up to 33000; a sum beyond int32
+      int32 ``[.., m, n]``, leading axes broadcast as by ``jnp.matmul``. Exact for k up to 33025; a sum beyond int32
       wraps around. The same on every platform, instruction set, thread count and sharding; along a sharded k one
       all-reduce of integers.
 
@@ -330,8 +330,8 @@ def _scaled_matmul_batch(operands: Any, dims: Any, **params: Any) -> Any:
 
 
 def _scaled_matmul_partial(
-    call: Any, total: Any, whole: Any, a: Any, a_scale: Any, a_zero_point: Any, w: Any, w_scale: Any, w_zero_point: Any, bias: Any,
-    *, dtype: Any, **_: Any,
+    call: Any, total: Any, whole: Any, a: Any, a_scale: Any, a_zero_point: Any, w: Any, w_scale: Any,
+    w_zero_point: Any, bias: Any, *, dtype: Any, **_: Any,
 ) -> Any:  # fmt: skip
     """k is spread over shards: sums of integers where w has one group, exact as ever; else of float32."""
     operands = (a, a_scale, a_zero_point, w, w_scale, w_zero_point, jnp.zeros(NONE, jnp.float32))
