@@ -52,7 +52,12 @@ Plan MakePlan(const ProductArguments& a, const Traits& traits, int64_t threads) 
   };
   count();
   // Several units for each thread, so that they end together; of whole tiles.
-  while (threads > 1 && plan.units < 4 * threads && plan.panels_per_unit > 12) {
+  if (plan.row_kernel) {
+    // One for each: half as wide, rows of w are read in pieces too short for the prefetchers.
+    plan.panels_per_unit = std::min(plan.panels_per_unit, RoundUp(CeilDivide(panels, threads), 4));
+    count();
+  }
+  while (!plan.row_kernel && threads > 1 && plan.units < 4 * threads && plan.panels_per_unit > 12) {
     plan.panels_per_unit = std::max<int64_t>(12, CeilDivide(plan.panels_per_unit, 24) * 12);
     count();
   }
