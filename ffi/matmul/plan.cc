@@ -40,6 +40,8 @@ Plan MakePlan(const ProductArguments& a, const Traits& traits, int64_t threads) 
   } else if (a.m <= kSomeRows) {
     most_panels = 36;
     most_codes = 512;
+  } else if (a.k <= most_codes) {
+    plan.rows_per_unit = std::min<int64_t>(a.m, 1024);  // no sums wait for a second chunk
   }
   plan.panels_per_unit = std::min(plan.row_kernel ? RoundUp(panels, 4) : panels, most_panels);
   plan.chunk_codes = plan.group_codes <= most_codes && plan.group_codes > 0
