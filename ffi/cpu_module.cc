@@ -7,6 +7,7 @@
 #include "ffi/affine/cpu_platform.h"
 #include "ffi/ggml/cpu_platform.h"
 #include "ffi/ggml/tables.h"
+#include "ffi/matmul/cpu_platform.h"
 
 namespace nb = nanobind;
 
@@ -20,6 +21,7 @@ nb::dict Registrations() {
   };
   ForEachTarget<Cpu>(add);
   ggml::ForEachTarget<ggml::Cpu>(add);
+  matmul::ForEachTarget<matmul::Cpu>(add);
   return targets;
 }
 

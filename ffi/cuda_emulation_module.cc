@@ -11,6 +11,7 @@
 #include "ffi/common/cuda_launch.h"
 #include "ffi/cuda_platform.h"
 #include "ffi/ggml/cuda_platform.h"
+#include "ffi/matmul/cuda_platform.h"
 
 namespace nb = nanobind;
 
@@ -43,6 +44,7 @@ struct Host {
 };
 using Emulated = CudaPlatform<Host>;
 using GgmlEmulated = ggml::CudaPlatform<Host>;
+using MatmulEmulated = matmul::CudaPlatform<Host>;
 
 nb::dict Registrations() {
   nb::dict targets;
@@ -51,6 +53,7 @@ nb::dict Registrations() {
   };
   ForEachTarget<Emulated>(add);
   ggml::ForEachTarget<GgmlEmulated>(add);
+  matmul::ForEachTarget<MatmulEmulated>(add);
   return targets;
 }
 

@@ -6,6 +6,7 @@ from jaxquant._core.platforms import register_kernels
 from jaxquant.affine.dequantize import dequantize
 from jaxquant.affine.fake_quantize import fake_quantize
 from jaxquant.affine.granularity import PerAxis, PerBlock, PerGroup, PerTensor, PerToken
+from jaxquant.affine.int_matmul import int_matmul
 from jaxquant.affine.packing import pack, unpack
 from jaxquant.affine.qarray import QArray
 from jaxquant.affine.qparams import QParams
@@ -32,6 +33,7 @@ __all__ = [
     "forward_mode",
     "ggml",
     "info",
+    "int_matmul",
     "pack",
     "quantize",
     "quantize_backward",

@@ -38,7 +38,7 @@ def test_operations_registrations_and_handlers_are_one_list():
     compiled = set(ffi.module("cpu").registrations())
     assert compiled == NAMES == set(ffi.registered()["cpu"])
     listed = []
-    for family in ("affine", "ggml"):
+    for family in ("affine", "ggml", "matmul"):
         source = (ROOT / "ffi" / family / "handlers.h").read_text()
         listed += re.findall(r'^  f\("(\w+)"', source[source.index("void ForEachTarget") :], re.MULTILINE)
     assert sorted(listed) == sorted(NAMES)
@@ -63,6 +63,10 @@ def test_one_word_leads_from_python_to_the_kernel():
             products = "linear" in name
             home = importlib.import_module(f"jaxquant.ggml.{'products' if products else 'codec'}")
             assert getattr(home, f"{name}_p") is bound
+            continue
+        products = {"prepare": "layout", "plain": "layout", "int_matmul": "int_matmul", "scaled_matmul": "int_matmul"}
+        if name in products:
+            assert getattr(importlib.import_module(f"jaxquant.affine.{products[name]}"), f"{name}_p") is bound
             continue
         module = "packing" if name in ("pack", "unpack") else name.removesuffix("_gradient")
         assert getattr(importlib.import_module(f"jaxquant.affine.{module}"), f"{name}_p") is bound

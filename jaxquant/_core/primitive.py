@@ -58,6 +58,9 @@ class Operation:
     axes(*operands, **params) names the axes of operands and results. Axes of one name are split alike, whatever their
     sizes, into whole units; a result is summed over the shards of the names it lacks.
     batch(operands, dims, **params) is the batching rule: the results, batched along their first axes.
+    partial(call, total, whole, *operands, **params) gives a shard's result where it is a sum over shards: whole are the
+    operands of all shards, call(*operands, changed={...}) runs the kernel with changed params, total(x) sums over the
+    shards. Left out: sums of float32.
     """
 
     name: str
@@ -72,6 +75,7 @@ class Operation:
     pad_results: Callable[..., list[Result | None]] | None = None
     axes: Callable[..., Axes] | None = None
     batch: Callable[..., Any] | None = None
+    partial: Callable[..., Any] | None = None
     same_bits: str = "cpu (any instruction set and thread count), cuda, jax.numpy on cpu"
 
 
@@ -242,12 +246,14 @@ def _devices(ctx: Any) -> str:
 
 
 def _call(
-    operation: Operation, target: str, params: dict[str, Any], *operands: Any, results: list[Result] | None = None
-) -> list[Any]:
+    operation: Operation, target: str, params: dict[str, Any], *operands: Any, results: list[Result] | None = None,
+    changed: dict[str, Any] | None = None,
+) -> list[Any]:  # fmt: skip
     """The FFI call. Results that are not wanted are passed to the kernel as empty arrays.
 
     results: those of a shard, where they do not follow from its operands (an unpacked length is a parameter).
     """
+    params = {**params, **(changed or {})}
     padded: Sequence[Result | None] = operation.results(*operands, **params) if results is None else results
     if operation.pad_results is not None:
         padded = operation.pad_results(*operands, **params)
@@ -334,6 +340,9 @@ def _partitioned_by_name(
         def shard(*parts: Any) -> Any:
             if not summed:
                 return tuple(call(*parts))
+            if operation.partial is not None:
+                total = lambda x: _all_reduce_p.bind(x, axes=summed)[0]  # noqa: E731
+                return (operation.partial(call, total, operands, *parts, **params),)
             # Partial sums travel in float32.
             dtype = parts[0].dtype
             (out,) = call(parts[0].astype(jnp.float32), *parts[1:])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant._core.errors import refuse
+from jaxquant.affine import layout as layouts
 from jaxquant.affine import qtypes
 from jaxquant.affine.dequantize import dequantize
 from jaxquant.affine.packing import pack, unpack
@@ -118,11 +119,12 @@ class QArray:
     @property
     def shape(self) -> tuple[int, ...]:
         tail = self._static[3]
-        return (*self.data.shape[: len(self.data.shape) - len(tail)], *tail)
+        return (*self.data.shape[: self.ndim - len(tail)], *tail)
 
     @property
     def ndim(self) -> int:
-        return len(self.data.shape)
+        # Prepared data has one axis more.
+        return len(self.data.shape) - (self.layout == "prepared")
 
     @property
     def size(self) -> int:
@@ -142,13 +144,38 @@ class QArray:
     @property
     def qvalue(self) -> jax.Array:
         """The logical codes, one to an element: int8 or uint8 for 8 bits and below, else int16 or uint16."""
-        self._needs_plain("qvalue")
-        code = self._static[0]
-        return unpack(self.data, code.name, self.shape[-1]) if code.bits < 8 and self.ndim else self.data
+        code, data = self._static[0], self.plain().data
+        return unpack(data, code.name, self.shape[-1]) if code.bits < 8 and self.ndim else data
 
-    def _needs_plain(self, what: str) -> None:
-        if self.layout != "plain":
-            raise refuse(f"QArray.{what}", "layout", '"plain"', repr(self.layout), "keep the array it came from")
+    def prepare(self, *, implementation: str | None = None) -> QArray:
+        """The same weights ``[.., k, n]`` in the order of bytes that products prefer, scale and zero point as they are.
+
+        For codes of 8 bits and below. Products read either layout and give the same bits; prepared weights save them
+        the rearrangement, of which a product with few rows consists for the most part.
+
+        >>> w = QArray.from_codes(jnp.ones((64, 32), jnp.int8), 0.5).prepare()
+        >>> w, w.data.shape
+        (QArray(int8, (64, 32), prepared), (2, 16, 64))
+        """
+        code, low, high, _, layout = self._static
+        if layout == "prepared":
+            return self
+        if code.bits > 8 or self.ndim < 2:
+            got = f"{code.name} of shape {self.shape}"
+            raise refuse("QArray.prepare", "self", "a matrix of 8, 4 or 2 bits", got, "products take no other")
+        k, n = self.shape[-2:]
+        data = layouts.prepare(self.data, bits=code.bits, n=n, implementation=implementation)
+        return QArray(data, self.scale, self.zero_point, code.name, low, high, (k, n), "prepared")
+
+    def plain(self, *, implementation: str | None = None) -> QArray:
+        """The same array in the plain layout: the inverse of `prepare`."""
+        code, low, high, tail, layout = self._static
+        if layout == "plain":
+            return self
+        k, n = tail
+        dtype = code.container if code.bits == 8 else jnp.uint8
+        data = layouts.plain(self.data, bits=code.bits, k=k, n=n, dtype=dtype, implementation=implementation)
+        return QArray(data, self.scale, self.zero_point, code.name, low, high, (n,) if code.bits < 8 else ())
 
     def dequantize(self, dtype: Any = None, *, implementation: str | None = None) -> jax.Array:
         """``(qvalue - zero_point) * scale``, in the scale's dtype or rounded from there to ``dtype``.
