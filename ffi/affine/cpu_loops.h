@@ -12,6 +12,8 @@ namespace {
 
 template <typename Math>
 struct ValueOf {
+  // Whether a run's reciprocal pays: a value needs one quotient, rounded; gradients need exact ones.
+  static constexpr bool kReciprocal = true;
   template <typename Real>
   static JQ_HOST_DEVICE Real At(Real, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
     return Math::Value(x, scale, zero_point, range);
@@ -19,6 +21,7 @@ struct ValueOf {
 };
 template <typename Math>
 struct GradientOf {
+  static constexpr bool kReciprocal = false;
   template <typename Real>
   static JQ_HOST_DEVICE Real At(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
     return Math::template Gradient<Real>::Of(dy, x, scale, zero_point, range).dx;
@@ -51,7 +54,7 @@ void MapLoop(const Real* __restrict dy, const void* x_data, void* out_data, int6
   const Real zero = RoundZeroPoint(*zero_point);
 #if JQ_FAST_QUOTIENT
   // Short runs do not repay the reciprocal.
-  if (sizeof(Real) == 4 && n >= 64 && Divisor<Real>::Suits(*scale, zero)) {
+  if (Function::kReciprocal && sizeof(Real) == 4 && n >= 64 && Divisor<Real>::Suits(*scale, zero)) {
     return RunLoop<Function>(dy, x, out, n, Divisor<Real>::Fast(*scale), zero, range);
   }
 #endif

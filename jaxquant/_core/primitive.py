@@ -119,10 +119,10 @@ def _abstract(operation: Operation, multiple_results: bool, *operands: Any, **pa
     for result in operation.results(*operands, **_public(params)):
         # Shaped like the operand of the same role: it carries the explicit sharding and the varying axes.
         like = operands[operation.operands.index(result.role)] if result.role in operation.operands else operands[0]
-        aval = like.update(shape=result.shape, dtype=jnp.dtype(result.dtype), weak_type=False)
-        if aval.shape != like.shape:
-            aval = aval.update(sharding=_legal_sharding(aval.shape, like.sharding))
-        avals.append(aval)
+        sharding = like.sharding if result.shape == like.shape else _legal_sharding(result.shape, like.sharding)
+        avals.append(
+            like.update(shape=result.shape, dtype=jnp.dtype(result.dtype), weak_type=False, sharding=sharding)
+        )
     return avals if multiple_results else avals[0]
 
 
