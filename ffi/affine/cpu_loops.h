@@ -12,8 +12,6 @@ namespace {
 
 template <typename Math>
 struct ValueOf {
-  // Whether a run's reciprocal pays: a value needs one quotient, rounded; gradients need exact ones.
-  static constexpr bool kReciprocal = true;
   template <typename Real>
   static JQ_HOST_DEVICE Real At(Real, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
     return Math::Value(x, scale, zero_point, range);
@@ -21,21 +19,11 @@ struct ValueOf {
 };
 template <typename Math>
 struct GradientOf {
-  static constexpr bool kReciprocal = false;
   template <typename Real>
   static JQ_HOST_DEVICE Real At(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
     return Math::template Gradient<Real>::Of(dy, x, scale, zero_point, range).dx;
   }
 };
-
-template <typename Function, typename Real, typename X, typename Out>
-inline __attribute__((always_inline)) void RunLoop(const Real* __restrict dy, const X* x, Out* out, int64_t n,
-                                                   Divisor<Real> divisor, Real zero, Range<Real> range) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) {
-    out[i] = Convert<Out>(Function::At(dy[i], Convert<Real>(x[i]), divisor, zero, range));
-  }
-}
 
 template <typename Function, typename Real, typename X, typename Out>
 void MapLoop(const Real* __restrict dy, const void* x_data, void* out_data, int64_t n, const Real* __restrict scale,
@@ -51,14 +39,12 @@ void MapLoop(const Real* __restrict dy, const void* x_data, void* out_data, int6
     }
     return;
   }
+  const Divisor<Real> divisor = Divisor<Real>::Of(*scale);
   const Real zero = RoundZeroPoint(*zero_point);
-#if JQ_FAST_QUOTIENT
-  // Short runs do not repay the reciprocal.
-  if (Function::kReciprocal && sizeof(Real) == 4 && n >= 64 && Divisor<Real>::Suits(*scale, zero)) {
-    return RunLoop<Function>(dy, x, out, n, Divisor<Real>::Fast(*scale), zero, range);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = Convert<Out>(Function::At(dy[i], Convert<Real>(x[i]), divisor, zero, range));
   }
-#endif
-  RunLoop<Function>(dy, x, out, n, Divisor<Real>::Of(*scale), zero, range);
 }
 
 // The sum of n terms of one chunk, in the order of arguments.h; terms has room for whole rows of kLanes. In registers,

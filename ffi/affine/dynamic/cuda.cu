@@ -205,7 +205,7 @@ struct RowKernel {
   using XStorage = StorageOf<X>;
   using OutStorage = StorageOf<Out>;
   static constexpr int kXBytes = kVectorBytes<X, V>, kOutBytes = kVectorBytes<Out, V>;
-  static constexpr int kVectors = V == 1 ? 8 : 4;  // of a thread
+  static constexpr int kVectors = V == 1 && sizeof(Real) == 4 ? 8 : 4;  // of a thread
 
   static __device__ __forceinline__ void Run(const RowParameters<Real>& p) {
     JQ_SHARED(int32_t, keys, 2, kMostThreads / kWarp);
