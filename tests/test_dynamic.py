@@ -283,6 +283,36 @@ def test_errors_of_operands_and_methods():
         jaxquant.choose_qparams(jnp.ones(3), method="percentile", percentile=101)
 
 
+def _raw(name, x, *results, **attributes):
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    return jax.ffi.ffi_call(f"jaxquant_{name}", shapes)(x, **{k: np.int64(v) for k, v in attributes.items()})
+
+
+F32, I8 = jnp.float32, jnp.int8
+GRID = {"qmin": -127, "qmax": 127, "symmetric": 1, "packed_bits": 0}
+WRONG = {
+    "rank": ("range", ((0,), F32), ((4,), F32), {"absolute": 1}),
+    "divisor": ("range", ((0,), F32), ((3, 1), F32), {"absolute": 1}),
+    "type": ("range", ((0,), F32), ((4, 1), jnp.float64), {"absolute": 1}),
+    "low": ("range", ((1, 1), F32), ((4, 1), F32), {"absolute": 0}),
+    "codes": ("dynamic_quantize", ((4, 7), I8), ((4, 1), F32), ((4, 1), F32), GRID),
+    "zero_point": ("dynamic_quantize", ((4, 8), I8), ((4, 1), F32), ((1, 1), F32), GRID),
+    "scale": ("dynamic_quantize", ((4, 8), I8), ((4, 1), jnp.float16), ((4, 1), jnp.float16), GRID),
+    "qmax": ("dynamic_quantize", ((4, 8), I8), ((4, 1), F32), ((4, 1), F32), {**GRID, "qmax": -127}),
+    "positive": ("dynamic_quantize", ((4, 8), I8), ((4, 1), F32), ((4, 1), F32), {**GRID, "qmax": -1}),
+    "bits": ("dynamic_quantize", ((4, 4), jnp.uint8), ((4, 1), F32), ((4, 1), F32), {**GRID, "packed_bits": 3}),
+    "packed": ("dynamic_quantize", ((4, 3), jnp.uint8), ((4, 1), F32), ((4, 1), F32), {**GRID, "packed_bits": 4}),
+    "value": ("dynamic_fake_quantize", ((4, 8), jnp.float16), ((4, 1), F32), ((4, 1), F32), GRID),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_handlers_refuse(case, x64):
+    name, *results, attributes = WRONG[case]
+    with pytest.raises(Exception, match=f"{name}: .*expected .*got"):
+        jax.block_until_ready(_raw(name, jnp.ones((4, 8), F32), *results, **attributes))
+
+
 @pytest.mark.skipif("v4" not in jaxquant.info()["cpu"]["compiled"], reason="one instruction set")
 @pytest.mark.parametrize("isa", jaxquant.info()["cpu"]["compiled"])
 def test_every_instruction_set(isa):

@@ -120,9 +120,7 @@ def _abstract(operation: Operation, multiple_results: bool, *operands: Any, **pa
         # Shaped like the operand of the same role: it carries the explicit sharding and the varying axes.
         like = operands[operation.operands.index(result.role)] if result.role in operation.operands else operands[0]
         sharding = like.sharding if result.shape == like.shape else _legal_sharding(result.shape, like.sharding)
-        avals.append(
-            like.update(shape=result.shape, dtype=jnp.dtype(result.dtype), weak_type=False, sharding=sharding)
-        )
+        avals.append(like.update(shape=result.shape, dtype=jnp.dtype(result.dtype), weak_type=False, sharding=sharding))
     return avals if multiple_results else avals[0]
 
 

@@ -37,8 +37,8 @@ def dynamic_quantize(
 
     The scale and the zero point are those of `choose_qparams` ("absmax" where symmetric, else "minmax"), the codes
     those of `quantize` with them, bit for bit; 4- and 2-bit codes come packed along the last axis. On CPU a block is
-    read twice only where it is too large for the caches; where it lies in consecutive memory, as per token or group,
-    it never is on CUDA up to about 64 KiB.
+    read twice only where it reaches across the outermost axis or is too large for the caches. On CUDA a block of
+    consecutive elements, as per token or group, is read once up to 64 KiB, for codes of 8 bits and below.
 
     Args:
       x: float array of any shape.
