@@ -53,6 +53,7 @@ nb::dict Registrations() {
     targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
   };
   ForEachTarget<Emulated>(add);
+  ForEachDynamicTarget<Emulated>(add);
   ggml::ForEachTarget<GgmlEmulated>(add);
   matmul::ForEachTarget<MatmulEmulated>(add);
   weight_only::ForEachTarget<weight_only::CudaPlatform<Host>>(add);

@@ -80,6 +80,7 @@ nb::dict Registrations() {
     target_names[count++] = name;
   };
   ForEachTarget<Cuda>(add);
+  ForEachDynamicTarget<Cuda>(add);
   ggml::ForEachTarget<GgmlCuda>(add);
   matmul::ForEachTarget<MatmulCuda>(add);
   weight_only::ForEachTarget<WeightOnlyCuda>(add);
