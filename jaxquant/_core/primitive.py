@@ -355,9 +355,14 @@ def _partitioned_by_name(
         def shard(*parts: Any) -> Any:
             if not summed:
                 return tuple(call(*parts))
-            if operation.partial is not None:
-                total = lambda x: _all_reduce_p.bind(x, axes=summed)[0]  # noqa: E731
-                return (operation.partial(call, total, operands, *parts, **params),)
+            of_shard = operation.partial
+            if of_shard is not None:
+
+                def function(*parts: Any) -> list[Any]:
+                    return [of_shard(call, lambda x: jax.lax.psum(x, summed), operands, *parts, **params)]
+
+                avals = tuple(ShapedArray(r.shape, jnp.dtype(r.dtype)) for r in operation.results(*parts, **params))
+                return tuple(_alone_p.bind(*parts, function=function, results=avals))
             # Partial sums travel in float32.
             dtype = parts[0].dtype
             (out,) = call(parts[0].astype(jnp.float32), *parts[1:])
