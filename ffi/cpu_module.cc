@@ -5,8 +5,11 @@
 #include <string>
 
 #include "ffi/affine/cpu_platform.h"
+#include "ffi/affine/dynamic/cpu_platform.h"
 #include "ffi/ggml/cpu_platform.h"
 #include "ffi/ggml/tables.h"
+#include "ffi/matmul/cpu_platform.h"
+#include "ffi/matmul/weight_only/cpu_platform.h"
 #include "ffi/optim/cpu_platform.h"
 
 namespace nb = nanobind;
@@ -20,7 +23,10 @@ nb::dict Registrations() {
     targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
   };
   ForEachTarget<Cpu>(add);
+  ForEachDynamicTarget<DynamicCpu>(add);
   ggml::ForEachTarget<ggml::Cpu>(add);
+  matmul::ForEachTarget<matmul::Cpu>(add);
+  weight_only::ForEachTarget<weight_only::Cpu>(add);
   optim::ForEachTarget<optim::Cpu>(add);
   return targets;
 }

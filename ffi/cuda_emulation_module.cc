@@ -11,6 +11,8 @@
 #include "ffi/common/cuda_launch.h"
 #include "ffi/cuda_platform.h"
 #include "ffi/ggml/cuda_platform.h"
+#include "ffi/matmul/cuda_platform.h"
+#include "ffi/matmul/weight_only/cuda_platform.h"
 #include "ffi/optim/cuda_platform.h"
 
 namespace nb = nanobind;
@@ -44,6 +46,7 @@ struct Host {
 };
 using Emulated = CudaPlatform<Host>;
 using GgmlEmulated = ggml::CudaPlatform<Host>;
+using MatmulEmulated = matmul::CudaPlatform<Host>;
 
 nb::dict Registrations() {
   nb::dict targets;
@@ -51,7 +54,10 @@ nb::dict Registrations() {
     targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
   };
   ForEachTarget<Emulated>(add);
+  ForEachDynamicTarget<Emulated>(add);
   ggml::ForEachTarget<GgmlEmulated>(add);
+  matmul::ForEachTarget<MatmulEmulated>(add);
+  weight_only::ForEachTarget<weight_only::CudaPlatform<Host>>(add);
   optim::ForEachTarget<optim::CudaPlatform<Host>>(add);
   return targets;
 }

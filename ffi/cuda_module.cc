@@ -8,6 +8,8 @@
 
 #include "ffi/cuda_platform.h"
 #include "ffi/ggml/cuda_platform.h"
+#include "ffi/matmul/cuda_platform.h"
+#include "ffi/matmul/weight_only/cuda_platform.h"
 #include "ffi/optim/cuda_platform.h"
 
 namespace nb = nanobind;
@@ -25,6 +27,8 @@ struct Device {
 };
 using Cuda = CudaPlatform<Device>;
 using GgmlCuda = ggml::CudaPlatform<Device>;
+using MatmulCuda = matmul::CudaPlatform<Device>;
+using WeightOnlyCuda = weight_only::CudaPlatform<Device>;
 using OptimCuda = optim::CudaPlatform<Device>;
 
 constexpr int kTargets = 64;
@@ -41,6 +45,8 @@ ffi::Error Load() {
   if (known && loaded[device]) return ffi::Error::Success();
   ffi::Error error = Cuda::Load(target_names[index]);
   if (error.success()) error = GgmlCuda::Load(target_names[index]);
+  if (error.success()) error = MatmulCuda::Load(target_names[index]);
+  if (error.success()) error = WeightOnlyCuda::Load(target_names[index]);
   if (error.success()) error = OptimCuda::Load(target_names[index]);
   if (known && error.success()) loaded[device] = true;
   return error;
@@ -77,7 +83,10 @@ nb::dict Registrations() {
     target_names[count++] = name;
   };
   ForEachTarget<Cuda>(add);
+  ForEachDynamicTarget<Cuda>(add);
   ggml::ForEachTarget<GgmlCuda>(add);
+  matmul::ForEachTarget<MatmulCuda>(add);
+  weight_only::ForEachTarget<WeightOnlyCuda>(add);
   optim::ForEachTarget<OptimCuda>(add);
   return targets;
 }

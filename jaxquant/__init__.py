@@ -3,11 +3,16 @@
 from jaxquant import forward_mode, ggml, optim
 from jaxquant._core.information import export_checks, info
 from jaxquant._core.platforms import register_kernels
+from jaxquant.affine.choose import choose_qparams
 from jaxquant.affine.dequantize import dequantize
+from jaxquant.affine.dynamic import dynamic_fake_quantize, dynamic_quantize
 from jaxquant.affine.fake_quantize import fake_quantize
 from jaxquant.affine.granularity import PerAxis, PerBlock, PerGroup, PerTensor, PerToken
+from jaxquant.affine.int_matmul import int_matmul
 from jaxquant.affine.packing import pack, unpack
+from jaxquant.affine.products import dot_general, einsum, matmul, ragged_dot
 from jaxquant.affine.qarray import QArray
+from jaxquant.affine.qat_dense import qat_dense
 from jaxquant.affine.qparams import QParams
 from jaxquant.affine.quantize import (
     quantize,
@@ -26,18 +31,27 @@ __all__ = [
     "PerToken",
     "QArray",
     "QParams",
+    "choose_qparams",
     "dequantize",
+    "dot_general",
+    "dynamic_fake_quantize",
+    "dynamic_quantize",
+    "einsum",
     "export_checks",
     "fake_quantize",
     "forward_mode",
     "ggml",
     "info",
+    "int_matmul",
+    "matmul",
     "optim",
     "pack",
+    "qat_dense",
     "quantize",
     "quantize_backward",
     "quantize_per_channel",
     "quantize_per_channel_backward",
+    "ragged_dot",
     "register_kernels",
     "unpack",
 ]

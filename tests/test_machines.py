@@ -1,5 +1,5 @@
 """One set of bits for every instruction set and thread count: each variant is a fresh process over a script that
-prints hashes of all outputs, of the affine half or of the block formats."""
+prints hashes of all outputs, of the affine half, the block formats or integer products."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-SCRIPTS = ("output_hashes.py", "ggml_output_hashes.py")
+SCRIPTS = ("output_hashes.py", "ggml_output_hashes.py", "matmul_output_hashes.py", "weight_only_hashes.py")
 
 
 @functools.cache

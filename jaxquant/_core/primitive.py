@@ -53,6 +53,8 @@ class Operation:
     dtypes: what the leading operand may be.
     aliases: operand -> result that the kernel writes in its place, as a donated state asks for.
     host: whether the reference calls back to the host, as none can where a mesh is partly manual.
+    across(*operands, axes, **params) gives the results of a shard where mesh axes cut what a result of role "scale"
+    reduces over; without it, results of that role are summed over the axes.
     placed: whether an element's place in the whole array counts: the row-major index over the trailing axes, as many as
     the parameter `index_rank` says (those before belong to vmap). The kernel gets one more operand, the index of its
     first element (uint32, low and high word), and the sizes of these axes of the whole array, -1 where they are x's.
@@ -61,6 +63,9 @@ class Operation:
     axes(*operands, **params) names the axes of operands and results. Axes of one name are split alike, whatever their
     sizes, into whole units; a result is summed over the shards of the names it lacks.
     batch(operands, dims, **params) is the batching rule: the results, batched along their first axes.
+    partial(call, total, whole, *operands, **params) gives a shard's result where it is a sum over shards: whole are the
+    operands of all shards, call(*operands, changed={...}) runs the kernel with changed params, total(x) sums over the
+    shards. Left out: sums of float32.
     """
 
     name: str
@@ -75,8 +80,10 @@ class Operation:
     host: bool = False
     placed: bool = False
     pad_results: Callable[..., list[Result | None]] | None = None
+    across: Callable[..., Sequence[Any]] | None = None
     axes: Callable[..., Axes] | None = None
     batch: Callable[..., Any] | None = None
+    partial: Callable[..., Any] | None = None
     same_bits: str = "cpu (any instruction set and thread count), cuda, jax.numpy on cpu"
 
 
@@ -122,10 +129,8 @@ def _abstract(operation: Operation, multiple_results: bool, *operands: Any, **pa
     for result in operation.results(*operands, **_public(params)):
         # Shaped like the operand of the same role: it carries the explicit sharding and the varying axes.
         like = operands[operation.operands.index(result.role)] if result.role in operation.operands else operands[0]
-        aval = like.update(shape=result.shape, dtype=jnp.dtype(result.dtype), weak_type=False)
-        if aval.shape != like.shape:
-            aval = aval.update(sharding=_legal_sharding(aval.shape, like.sharding))
-        avals.append(aval)
+        sharding = like.sharding if result.shape == like.shape else _legal_sharding(result.shape, like.sharding)
+        avals.append(like.update(shape=result.shape, dtype=jnp.dtype(result.dtype), weak_type=False, sharding=sharding))
     return avals if multiple_results else avals[0]
 
 
@@ -221,8 +226,12 @@ def _lower(
                 'export with implementation="xla", for one device, or with the call inside shard_map.'
             )
         else:
-            rule = _partitioned if operation.axes is None else _partitioned_by_name
-            lowered = partial(rule, operation, call, params)
+            if operation.across is not None:
+                across = partial(operation.across, implementation=implementation, **params)
+                lowered = partial(_partitioned, operation, call, params, across=across)
+            else:
+                rule = _partitioned if operation.axes is None else _partitioned_by_name
+                lowered = partial(rule, operation, call, params)
 
     def flat(*args: Any) -> Any:
         out = lowered(*args)
@@ -255,12 +264,14 @@ def _call(
     *operands: Any,
     results: list[Result] | None = None,
     place: tuple[Any, Sequence[int]] | None = None,
+    changed: dict[str, Any] | None = None,
 ) -> list[Any]:
     """The FFI call. Results that are not wanted are passed to the kernel as empty arrays.
 
     results: those of a shard, where they do not follow from its operands (an unpacked length is a parameter).
     place: of a shard, its origin and the sizes of the whole array, where the operation asks for them.
     """
+    params = {**params, **(changed or {})}
     padded: Sequence[Result | None] = operation.results(*operands, **params) if results is None else results
     if operation.pad_results is not None:
         padded = operation.pad_results(*operands, **params)
@@ -284,8 +295,14 @@ def _call(
 # -------------------------------------------------------------------------------------------------------- partitioning
 
 
-def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: dict[str, Any], *operands: Any) -> Any:
-    """`call` on each shard, with no communication but the sums that a result needs."""
+def _partitioned(
+    operation: Operation,
+    call: Callable[..., list[Any]],
+    params: dict[str, Any],
+    *operands: Any,
+    across: Callable[..., Sequence[Any]] | None = None,
+) -> Any:
+    """`call` on each shard, with no communication but the sums that a result needs, or that of `across`."""
     results = operation.results(*operands, **params)
     full = operands[0].shape if operation.operands[0] == "full" else results[0].shape
     roles: tuple[Role, ...] = operation.operands
@@ -313,7 +330,7 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
 
         def shard(*parts: Any) -> Any:
             placed = {"place": (places.origin(parts[count:], index_sizes), index_sizes)} if operation.placed else {}
-            out = call(*parts[:count], results=[r._replace(shape=local(r.shape)) for r in results], **placed)
+            local_results = [r._replace(shape=local(r.shape)) for r in results]
             summed = [i for i, r in enumerate(results) if r.role == "scale"]
             axes = tuple(
                 name
@@ -321,8 +338,12 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
                 if names is not None and summed and results[summed[0]].shape[d] == 1 and full[d] != 1
                 for name in ((names,) if isinstance(names, str) else names)
             )
+            if axes and across is not None:
+                avals = tuple(ShapedArray(r.shape, jnp.dtype(r.dtype)) for r in local_results)
+                return tuple(_alone_p.bind(*parts, function=partial(across, axes=axes), results=avals))
+            out = call(*parts[:count], results=local_results, **placed)
             if axes:
-                for i, total in zip(summed, _all_reduce_p.bind(*(out[i] for i in summed), axes=axes), strict=True):
+                for i, total in zip(summed, _all_reduce([out[i] for i in summed], axes), strict=True):
                     out[i] = total
             return tuple(out)
 
@@ -360,10 +381,18 @@ def _partitioned_by_name(
         def shard(*parts: Any) -> Any:
             if not summed:
                 return tuple(call(*parts))
+            of_shard = operation.partial
+            if of_shard is not None:
+
+                def function(*parts: Any) -> list[Any]:
+                    return [of_shard(call, lambda x: jax.lax.psum(x, summed), operands, *parts, **params)]
+
+                avals = tuple(ShapedArray(r.shape, jnp.dtype(r.dtype)) for r in operation.results(*parts, **params))
+                return tuple(_alone_p.bind(*parts, function=function, results=avals))
             # Partial sums travel in float32.
             dtype = parts[0].dtype
             (out,) = call(parts[0].astype(jnp.float32), *parts[1:])
-            (total,) = _all_reduce_p.bind(out, axes=summed)
+            (total,) = _all_reduce([out], summed)
             return (total.astype(dtype),)
 
         return mesh, shard, tuple(map(sharding, names.results)), tuple(map(sharding, names.operands))
@@ -399,18 +428,24 @@ def _spec_by_name(mesh: Any, names: Axes, specs: Sequence[Any]) -> dict[str, tup
     return found
 
 
-def _lower_all_reduce(ctx: Any, *sums: Any, axes: tuple[str, ...]) -> Any:
-    def function(*sums: Any) -> list[Any]:
-        return list(jax.lax.psum(jnp.stack(sums), axes))
+def _lower_alone(
+    ctx: Any, *parts: Any, function: Callable[..., Sequence[Any]], results: tuple[ShapedArray, ...]
+) -> Any:
+    del results
+    return places.lower_bare(ctx, lambda *args: list(function(*args)), *parts, multiple_results=True)
 
-    return places.lower_bare(ctx, function, *sums, multiple_results=True)
+
+# A function of one shard's arrays, which may communicate.
+_alone_p = Primitive("jaxquant_alone")
+_alone_p.multiple_results = True
+_alone_p.def_abstract_eval(lambda *parts, function, results: list(results))
+mlir.register_lowering(_alone_p, _lower_alone)
 
 
-# The sums of all shards: one all-reduce for all of them together.
-_all_reduce_p = Primitive("jaxquant_all_reduce")
-_all_reduce_p.multiple_results = True
-_all_reduce_p.def_abstract_eval(lambda *sums, axes: list(sums))
-mlir.register_lowering(_all_reduce_p, _lower_all_reduce)
+def _all_reduce(sums: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
+    """The sums of all shards: one all-reduce for all of them together."""
+    avals = tuple(ShapedArray(s.shape, s.dtype) for s in sums)
+    return _alone_p.bind(*sums, function=lambda *s: jax.lax.psum(jnp.stack(s), axes), results=avals)
 
 
 def _common_spec(mesh: Any, full: tuple[int, ...], arrays: Sequence[tuple[Role, Any]]) -> list[Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant._core.errors import refuse
+from jaxquant.affine import layout as layouts
 from jaxquant.affine import qtypes
 from jaxquant.affine.dequantize import dequantize
 from jaxquant.affine.packing import pack, unpack
@@ -33,6 +36,9 @@ class QArray:
       qtype: the code type, a dtype as ``jnp.int8`` or ``jnp.int4``.
       qmin, qmax: the code range.
       layout: "plain" or "prepared".
+
+    Built by `dynamic_quantize`, `from_codes` and `from_qwix`; the constructor takes the attributes, and as ``tail`` the
+    logical sizes of the last axes, where those of ``data`` are others.
 
     >>> w = QArray.from_codes(jnp.array([[1, -2, 7]], jnp.int8), jnp.array([[0.5]]), qtype=jnp.int4)
     >>> w.shape, w.nbytes, w.dequantize()
@@ -118,11 +124,12 @@ class QArray:
     @property
     def shape(self) -> tuple[int, ...]:
         tail = self._static[3]
-        return (*self.data.shape[: len(self.data.shape) - len(tail)], *tail)
+        return (*self.data.shape[: self.ndim - len(tail)], *tail)
 
     @property
     def ndim(self) -> int:
-        return len(self.data.shape)
+        # Prepared data has one axis more.
+        return len(self.data.shape) - (self.layout == "prepared")
 
     @property
     def size(self) -> int:
@@ -137,18 +144,43 @@ class QArray:
     @property
     def block_shape(self) -> tuple[int, ...]:
         """How many elements share a scale, axis by axis."""
-        return tuple(n if m == 1 else n // m for n, m in zip(self.shape, self.scale.shape, strict=True))
+        return tuple(1 if m == n != 1 else n // m for n, m in zip(self.shape, self.scale.shape, strict=True))
 
     @property
     def qvalue(self) -> jax.Array:
         """The logical codes, one to an element: int8 or uint8 for 8 bits and below, else int16 or uint16."""
-        self._needs_plain("qvalue")
-        code = self._static[0]
-        return unpack(self.data, code.name, self.shape[-1]) if code.bits < 8 and self.ndim else self.data
+        code, data = self._static[0], self.plain().data
+        return unpack(data, code.name, self.shape[-1]) if code.bits < 8 and self.ndim else data
 
-    def _needs_plain(self, what: str) -> None:
-        if self.layout != "plain":
-            raise refuse(f"QArray.{what}", "layout", '"plain"', repr(self.layout), "keep the array it came from")
+    def prepare(self, *, implementation: str | None = None) -> QArray:
+        """The same weights ``[.., k, n]`` in the order of bytes that products prefer, scale and zero point as they are.
+
+        For codes of 8 bits and below. Products read either layout and give the same bits; prepared weights save them
+        the rearrangement, of which a product with few rows consists for the most part.
+
+        >>> w = QArray.from_codes(jnp.ones((64, 32), jnp.int8), 0.5).prepare()
+        >>> w, w.data.shape
+        (QArray(int8, (64, 32), prepared), (2, 16, 64))
+        """
+        code, low, high, _, layout = self._static
+        if layout == "prepared":
+            return self
+        if code.bits > 8 or self.ndim < 2:
+            got = f"{code.name} of shape {self.shape}"
+            raise refuse("QArray.prepare", "self", "a matrix of 8, 4 or 2 bits", got, "products take no other")
+        k, n = self.shape[-2:]
+        data = layouts.prepare(self.data, bits=code.bits, n=n, implementation=implementation)
+        return QArray(data, self.scale, self.zero_point, code.name, low, high, (k, n), "prepared")
+
+    def plain(self, *, implementation: str | None = None) -> QArray:
+        """The same array in the plain layout: the inverse of `prepare`."""
+        code, low, high, tail, layout = self._static
+        if layout == "plain":
+            return self
+        k, n = tail
+        dtype = code.container if code.bits == 8 else jnp.uint8
+        data = layouts.plain(self.data, bits=code.bits, k=k, n=n, dtype=dtype, implementation=implementation)
+        return QArray(data, self.scale, self.zero_point, code.name, low, high, (n,) if code.bits < 8 else ())
 
     def dequantize(self, dtype: Any = None, *, implementation: str | None = None) -> jax.Array:
         """``(qvalue - zero_point) * scale``, in the scale's dtype or rounded from there to ``dtype``.
@@ -157,10 +189,84 @@ class QArray:
         Array([ 0.5, -1. ], dtype=float32)
         """
         dtype = self.scale.dtype if dtype is None else dtype
-        block = tuple(-1 if m == 1 else n // m for n, m in zip(self.shape, self.scale.shape, strict=True)) or None
+        block = tuple(-1 if m == 1 else b for b, m in zip(self.block_shape, self.scale.shape, strict=True)) or None
         return dequantize(
             self.qvalue, self.scale, self.zero_point, block_shape=block, dtype=dtype, implementation=implementation
         )
+
+    def shardings(self, sharding: NamedSharding) -> QArray:
+        """Shardings of the leaves, in a QArray, from one of the logical array: for ``device_put`` and ``jit``.
+
+        Scales and zero points follow the codes: along each axis they are split alike where every shard has whole
+        blocks, and replicated where not.
+
+        Args:
+          sharding: a NamedSharding of the array's axes. Packed codes must be split into whole bytes.
+
+        Raises:
+          ValueError: a last axis whose packed codes do not divide into whole bytes; a prepared layout, whose last two
+            axes are not the array's, with either of them split.
+
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
+        >>> w = dynamic_quantize(jnp.ones((4, 8)), qtype=jnp.int4)
+        >>> split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
+        >>> jax.device_put(w, w.shardings(split)).scale.sharding.spec
+        PartitionSpec('model', None)
+        """
+        spec = (*sharding.spec, *[None] * (self.ndim - len(sharding.spec)))
+        shape, static = self.shape, self._static
+
+        def parts(entry: Any) -> int:
+            names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+            return math.prod(sharding.mesh.shape[name] for name in names)
+
+        if self.layout == "prepared":
+            if any(entry is not None for entry in spec[-2:]):
+                remedy = "shard the array before prepare(), or its leading axes"
+                raise refuse("QArray.shardings", "sharding", "whole matrices of a prepared array", str(spec), remedy)
+            data_spec = (*spec[:-2], *[None] * (len(self.data.shape) - len(spec) + 2))
+        else:
+            data_spec = spec
+            if static[3] and shape[-1] % (parts(spec[-1]) * (8 // static[0].bits)) and parts(spec[-1]) > 1:
+                expected = f"shards of whole bytes of {static[0].bits}-bit codes on an axis of {shape[-1]}"
+                raise refuse("QArray.shardings", "sharding", expected, str(sharding.spec), "split another axis")
+        along = [
+            entry if m != 1 and m % parts(entry) == 0 else None for entry, m in zip(spec, self.scale.shape, strict=True)
+        ]
+        own = [
+            NamedSharding(sharding.mesh, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
+            for axes in (data_spec, along)
+        ]
+        return QArray.tree_unflatten(static, (own[0], own[1], None if self.zero_point is None else own[1]))
+
+    def to_qwix(self) -> Any:
+        """As a ``qwix.QArray``: one array element for each code, of the code type (qwix must be installed).
+
+        >>> QArray.from_codes(jnp.array([[1, -2]]), 0.5, qtype=jnp.int4).to_qwix().qvalue  # doctest: +SKIP
+        Array([[1, -2]], dtype=int4)
+        """
+        import qwix
+
+        if self._static[0].bits > 8:
+            raise refuse(
+                "QArray.to_qwix", "qtype", "at most 8 bits", self._static[0].name, "qwix has no wider", TypeError
+            )
+        dtype = self.qtype
+        zero_point = None
+        if self.zero_point is not None:
+            zero_point = jnp.broadcast_to(self.zero_point, self.scale.shape).astype(dtype)
+        return qwix.QArray(qvalue=self.qvalue.astype(dtype), scale=self.scale, zero_point=zero_point, qtype=dtype)
+
+    @classmethod
+    def from_qwix(cls, array: Any) -> QArray:
+        """From a ``qwix.QArray`` of an integer type, with the same values.
+
+        Raises:
+          TypeError: a type that has no integer codes here, such as float8 or nf4.
+        """
+        qtype = array.qvalue.dtype if array.qtype is None else array.qtype
+        zero_point = None if array.zero_point is None else jnp.asarray(array.zero_point).astype(jnp.int32)
+        return cls.from_codes(array.qvalue, array.scale, zero_point, qtype=qtype)
 
     def __repr__(self) -> str:
         shape = self.shape if hasattr(self.data, "shape") else self.data

@@ -1,0 +1,40 @@
+"""Prints a hash of the bits of integer products, as JSON; a fresh process of test_machines.py."""
+
+import hashlib
+import json
+
+import jax
+import numpy as np
+from test_int_matmul import PROBLEMS, QTYPES, SIZES, Problem, codes
+
+import jaxquant
+
+
+def digest(a):
+    return hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest()[:16]
+
+
+def main():
+    rng = np.random.default_rng(0)
+    sizes = [*SIZES, (70, 600, 1500), (3, 1200, 333), (300, 90, 1100)]
+    pairs = {
+        f"{m}x{n}x{k} {da.__name__} {db.__name__}": (codes(rng, da, m, k), codes(rng, db, k, n))
+        for m, n, k in sizes
+        for da, db in ((np.int8, np.int8), (np.uint8, np.int8), (np.int8, np.uint8))
+    }
+    every = {"integers": jax.jit(lambda pairs: {name: jaxquant.int_matmul(*p) for name, p in pairs.items()})(pairs)}
+    options = {**PROBLEMS, "large": {"m": 70, "k": 9000, "n": 40, "groups": 3, "zero_a": True, "zero_w": True}}
+    problems = {f"{q} {name}": Problem(q, **o) for q in QTYPES for name, o in options.items()}
+    operands = {name: [p.operands(False), p.operands(True)] for name, p in problems.items()}
+    every["scaled"] = jax.jit(
+        lambda operands: {
+            name: [problems[name].call(*o, prepared=bool(i)) for i, o in enumerate(both)]
+            for name, both in operands.items()
+        }
+    )(operands)
+    leaves = jax.tree_util.tree_flatten_with_path(every)[0]
+    print(json.dumps({jax.tree_util.keystr(path): digest(leaf) for path, leaf in leaves}))
+
+
+if __name__ == "__main__":
+    main()
