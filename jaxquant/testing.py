@@ -422,7 +422,7 @@ class _Judge:
                 split = real.reshape(counts[0], block[0], counts[1], block[1])
                 largest = np.where(np.isfinite(split), np.abs(split), 0).max((1, 3))
                 scale = np.where(largest > 0, largest / np.float32(127), np.float32(1)).astype(np.float32)
-                t = np.rint(real / _spread(scale, x.shape))
+                t = np.rint(real / _spread(scale, x.shape)) + np.float32(0)  # never -0
                 codes = np.where(np.isnan(t), 0, np.clip(t, -127, 127))
                 values = np.clip(t, -127, 127) * _spread(scale, x.shape)
                 granularity = jaxquant.PerBlock(block)

@@ -74,7 +74,8 @@ def choose_qparams(
         "absmax": ``[-a, a]`` of the largest magnitude a. With ``symmetric=False`` the codes are centred on 0, as
         unsigned code types need for data of both signs.
         "minmax": the smallest and the largest value. With ``symmetric=True`` the same as "absmax".
-        "percentile": magnitudes up to the given percentile; what lies beyond saturates.
+        "percentile": the magnitudes up to the given percentile; asymmetric, the values between the percentiles
+        ``100 - percentile`` and ``percentile``. What lies beyond saturates.
         "mse": the range that makes the mean squared error of quantisation smallest.
       percentile: of "percentile", 0 to 100.
       implementation: None chooses; "ffi" the kernels; "xla" jax.numpy.
@@ -148,8 +149,8 @@ def _range(
     from jaxquant.affine import search
 
     if method == "percentile":
-        return search.percentile_range(x, block, float(percentile))
-    return search.mse_range(x, block, qmin, qmax, symmetric)
+        return search.percentile_range(x, block, float(percentile), symmetric, implementation=implementation)
+    return search.mse_range(x, block, qmin, qmax, symmetric, implementation=implementation)
 
 
 def _block_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...] | None:
