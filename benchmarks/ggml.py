@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import itertools
 import os
 import sys
@@ -75,7 +76,10 @@ def product_cases(formats: tuple[str, ...], n: int, k: int, tokens: tuple[int, .
             title = f"{name} {n} x {k}, {m} tokens ({w.nbytes / 1e6:.1f} MB, {operations / 1e9:.2f} GOP)"
             targets = {"ggml": target} if target else {}
             repeat = REPEAT.get(m, 1)
-            cases.append(harness.Case(title, contenders, (jnp.asarray(x),), targets=targets, repeat=repeat))
+            around = {"ggml": functools.partial(ggml_peer.awake, peers[0])}
+            cases.append(
+                harness.Case(title, contenders, (jnp.asarray(x),), targets=targets, repeat=repeat, around=around)
+            )
             if name in ("Q4_K", "Q8_0"):
                 both = {"ours": contenders["ours"], "jnp": rotating(by_hand, plain)}
                 cases.append(harness.Case(f"{title}, by hand", both, (jnp.asarray(x),)))
@@ -101,12 +105,15 @@ def moe_cases(experts: int, slots: int, n: int, k: int, tokens: tuple[int, ...])
         peer = ggml_peer.Product(12, np.asarray(w.data), (experts, n, k), x, threads, True, ids)
         chosen = jnp.asarray(ids)
         contenders = {
-            "ours": lambda x, chosen=chosen: moe(x[:, None], prepared, chosen),
+            "ours": lambda x, chosen=chosen: moe(x, prepared, chosen),
             "ggml": lambda _, peer=peer: peer(),
         }
         title = f"Q4_K, {experts} experts of {n} x {k}, top {slots}, {m} tokens"
         targets = {"ggml": 0.5} if m >= 8 else {}
-        cases.append(harness.Case(title, contenders, (jnp.asarray(x),), targets=targets, repeat=REPEAT[m]))
+        around = {"ggml": functools.partial(ggml_peer.awake, peer)}
+        operands = (jnp.asarray(x[:, None]),)
+        case = harness.Case(title, contenders, operands, targets=targets, repeat=REPEAT[m], around=around)
+        cases.append(case)
     return cases
 
 

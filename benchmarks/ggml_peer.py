@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +54,8 @@ def load() -> tuple[Any, Any]:
         (cpu, "ggml_backend_cpu_init", _P, []), (cpu, "ggml_backend_cpu_set_n_threads", None, [_P, _INT]),
         (base, "ggml_threadpool_params_default", _ThreadpoolParams, [_INT]),
         (cpu, "ggml_threadpool_new", _P, [ctypes.POINTER(_ThreadpoolParams)]),
-        (cpu, "ggml_threadpool_free", None, [_P]), (cpu, "ggml_backend_cpu_set_threadpool", None, [_P, _P]),
+        (cpu, "ggml_threadpool_pause", None, [_P]), (cpu, "ggml_threadpool_resume", None, [_P]),
+        (cpu, "ggml_backend_cpu_set_threadpool", None, [_P, _P]),
         (cpu, "_Z35ggml_backend_cpu_repack_buffer_typev", _P, []),
     ]  # fmt: skip
     for library, name, result, arguments in signatures:
@@ -79,6 +83,17 @@ def _threadpool(threads: int) -> Any:
     base, cpu = load()
     parameters = base.ggml_threadpool_params_default(threads)
     return cpu.ggml_threadpool_new(ctypes.byref(parameters))
+
+
+@contextlib.contextmanager
+def awake(product: Any) -> Iterator[None]:
+    """ggml's threads look for work for tenths of a second after a call: they sleep unless it is ggml's turn."""
+    _, cpu = load()
+    pool = _threadpool(len(os.sched_getaffinity(0)))
+    cpu.ggml_threadpool_resume(pool)
+    product()
+    yield
+    cpu.ggml_threadpool_pause(pool)
 
 
 class Product:

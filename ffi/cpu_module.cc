@@ -8,6 +8,7 @@
 #include "ffi/ggml/cpu_platform.h"
 #include "ffi/ggml/tables.h"
 #include "ffi/matmul/cpu_platform.h"
+#include "ffi/optim/cpu_platform.h"
 
 namespace nb = nanobind;
 
@@ -22,6 +23,7 @@ nb::dict Registrations() {
   ForEachTarget<Cpu>(add);
   ggml::ForEachTarget<ggml::Cpu>(add);
   matmul::ForEachTarget<matmul::Cpu>(add);
+  optim::ForEachTarget<optim::Cpu>(add);
   return targets;
 }
 

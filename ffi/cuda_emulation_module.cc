@@ -12,6 +12,7 @@
 #include "ffi/cuda_platform.h"
 #include "ffi/ggml/cuda_platform.h"
 #include "ffi/matmul/cuda_platform.h"
+#include "ffi/optim/cuda_platform.h"
 
 namespace nb = nanobind;
 
@@ -54,6 +55,7 @@ nb::dict Registrations() {
   ForEachTarget<Emulated>(add);
   ggml::ForEachTarget<GgmlEmulated>(add);
   matmul::ForEachTarget<MatmulEmulated>(add);
+  optim::ForEachTarget<optim::CudaPlatform<Host>>(add);
   return targets;
 }
 

@@ -9,6 +9,7 @@
 #include "ffi/cuda_platform.h"
 #include "ffi/ggml/cuda_platform.h"
 #include "ffi/matmul/cuda_platform.h"
+#include "ffi/optim/cuda_platform.h"
 
 namespace nb = nanobind;
 
@@ -26,6 +27,7 @@ struct Device {
 using Cuda = CudaPlatform<Device>;
 using GgmlCuda = ggml::CudaPlatform<Device>;
 using MatmulCuda = matmul::CudaPlatform<Device>;
+using OptimCuda = optim::CudaPlatform<Device>;
 
 constexpr int kTargets = 64;
 // In the order of ForEachTarget: what an initialize handler loads. It is given no attribute to know itself by.
@@ -42,6 +44,7 @@ ffi::Error Load() {
   ffi::Error error = Cuda::Load(target_names[index]);
   if (error.success()) error = GgmlCuda::Load(target_names[index]);
   if (error.success()) error = MatmulCuda::Load(target_names[index]);
+  if (error.success()) error = OptimCuda::Load(target_names[index]);
   if (known && error.success()) loaded[device] = true;
   return error;
 }
@@ -79,6 +82,7 @@ nb::dict Registrations() {
   ForEachTarget<Cuda>(add);
   ggml::ForEachTarget<GgmlCuda>(add);
   matmul::ForEachTarget<MatmulCuda>(add);
+  optim::ForEachTarget<OptimCuda>(add);
   return targets;
 }
 

@@ -50,7 +50,7 @@ struct CudaPlatform : Target {
   // Brings the kernels of an operation to the device before anything is executed: XLA records executions into CUDA
   // graphs, and a kernel that is launched for the first time while a stream is captured may fail to load.
   static ffi::Error Load(const std::string& target) {
-    for (const Op op : {Op::kFakeQuantize, Op::kQuantize, Op::kDequantize}) {
+    for (const Op op : kOps) {
       const std::string name = NameOf(op);
       const CudaKernels& kernels = KernelsOf(op);
       const char* error = nullptr;
@@ -78,7 +78,13 @@ struct CudaPlatform : Target {
 
  private:
   static const CudaKernels& KernelsOf(Op op) {
-    return op == Op::kFakeQuantize ? fake_quantize_cuda : op == Op::kQuantize ? quantize_cuda : dequantize_cuda;
+    switch (op) {
+      case Op::kFakeQuantize: return fake_quantize_cuda;
+      case Op::kQuantize: return quantize_cuda;
+      case Op::kStochasticFakeQuantize: return stochastic_fake_quantize_cuda;
+      case Op::kStochasticQuantize: return stochastic_quantize_cuda;
+      default: return dequantize_cuda;
+    }
   }
   static bool IsFloat(DType type) {
     return type == DType::kF32 || type == DType::kF64 || type == DType::kF16 || type == DType::kBF16;

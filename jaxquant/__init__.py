@@ -1,6 +1,6 @@
 """Quantisation kernels for JAX that compose with jit, vmap, grad and sharding."""
 
-from jaxquant import forward_mode, ggml
+from jaxquant import forward_mode, ggml, optim
 from jaxquant._core.information import export_checks, info
 from jaxquant._core.platforms import register_kernels
 from jaxquant.affine.dequantize import dequantize
@@ -34,6 +34,7 @@ __all__ = [
     "ggml",
     "info",
     "int_matmul",
+    "optim",
     "pack",
     "quantize",
     "quantize_backward",

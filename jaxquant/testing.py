@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxquant
+from jaxquant import optim
 from jaxquant._core import ffi, primitive
 from jaxquant.affine import matmul_conformance
 from jaxquant.ggml import conformance as ggml_conformance
@@ -85,6 +86,7 @@ def conformance(implementation: str | None = None) -> Report:
     judge.packing()
     judge.empty()
     matmul_conformance.check(judge.bits, implementation)
+    judge.optimiser()
     ggml_conformance.check(judge.bits, judge.close, implementation)
     if judge.failures:
         shown = "\n".join(f"  {failure}" for failure in judge.failures[:20])
@@ -110,6 +112,12 @@ class _Case:
     qmin: int
     qmax: int
     block_shape: tuple[int, ...] | None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether stochastic rounding is checked too: where what it adds may go wrong, as XLA compiles it for long."""
+        drawn = ("per tensor", "per channel, last", "blocks", "groups, float16, int8", "groups, bfloat16, uint4")
+        return self.name.startswith(drawn) or self.x.dtype == np.float64
 
 
 _LAYOUTS = {
@@ -222,14 +230,47 @@ class _Sum:
         return (2 * np.finfo(self.terms.dtype).eps * math.log2(n) * rows.sum(1)).reshape(self.shape)
 
 
-@np.errstate(all="ignore")
+# The two words of the key of every stochastic rounding here.
+_KEY = (0x243F6A88, 0x85A308D3)
+
+
+@np.errstate(over="ignore")
+def _drawn(shape: tuple[int, ...]) -> np.ndarray:
+    """What stochastic rounding draws with _KEY: threefry2x32, 20 rounds, two elements a block."""
+    index = np.arange(math.prod(shape), dtype=np.uint32).reshape(shape)
+    schedule = tuple(map(np.uint32, (*_KEY, _KEY[0] ^ _KEY[1] ^ 0x1BD11BDA)))
+    a, b = np.zeros_like(index) + schedule[0], (index >> np.uint32(1)) + schedule[1]
+    for i in range(20):
+        distance = (13, 15, 26, 6, 17, 29, 16, 24)[i % 8]
+        a = a + b
+        b = (b << np.uint32(distance) | b >> np.uint32(32 - distance)) ^ a
+        if i % 4 == 3:
+            turn = i // 4 + 1
+            a, b = a + schedule[turn % 3], b + schedule[(turn + 1) % 3] + np.uint32(turn)
+    return (np.where(index % 2 == 0, a, b) >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
+
+
+def _round_as_drawn(t: np.ndarray) -> np.ndarray:
+    down = np.floor(t)
+    return down + (_drawn(t.shape).astype(t.dtype) >= 1 - (t - down)).astype(t.dtype)
+
+
 def _expected(case: _Case) -> dict[str, tuple[Any, ...]]:
     """Results by name: arrays, then sums."""
+    nearest = _rounded(case, np.rint)
+    if not case.drawn:
+        return nearest
+    drawn = {f"stochastic_{name}": value for name, value in _rounded(case, _round_as_drawn).items()}
+    return nearest | {name: value for name, value in drawn.items() if "dequantize" not in name}
+
+
+@np.errstate(all="ignore")
+def _rounded(case: _Case, rounding: Callable[[np.ndarray], np.ndarray]) -> dict[str, tuple[Any, ...]]:
     x, dy, scale = case.x, case.dy, case.scale
     s, z = _spread(scale, x.shape), _spread(np.rint(case.zero_point) + scale.dtype.type(0), x.shape)
     real = s.dtype
     t = x.astype(real) / s
-    rounded = np.rint(t)
+    rounded = rounding(t)
     v = rounded + z
     above, below = v > case.qmax, v < case.qmin
     inside = (v >= case.qmin) & (v <= case.qmax)
@@ -269,25 +310,34 @@ def _actual(case: _Case, implementation: str | None) -> Callable[..., dict[str, 
     grid = {"qtype": case.qtype, "qmin": case.qmin, "qmax": case.qmax}
     common = {"block_shape": case.block_shape, "implementation": implementation}
 
-    def call(x: Any, scale: Any, zero_point: Any, dy: Any) -> dict[str, Any]:
+    def rounded(x: Any, scale: Any, zero_point: Any, dy: Any, prefix: str, rounding: dict[str, Any]) -> dict[str, Any]:
         def fake(*a):
-            return jaxquant.fake_quantize(*a, **grid, **common)
+            return jaxquant.fake_quantize(*a, **grid, **rounding, **common)
 
         def carried(*a):
-            return jaxquant.quantize(*a, dtype=jnp.float32, **grid, **common)
+            return jaxquant.quantize(*a, dtype=jnp.float32, **grid, **rounding, **common)
+
+        y, fake_backward = jax.vjp(fake, x, scale, zero_point)
+        codes, codes_backward = jax.vjp(carried, x, scale, zero_point)
+        return {
+            f"{prefix}fake_quantize": (y,),
+            f"{prefix}quantize": (jaxquant.quantize(x, scale, zero_point, **grid, **rounding, **common), codes),
+            f"{prefix}fake_quantize_gradient": fake_backward(dy),
+            f"{prefix}quantize_gradient": codes_backward(dy.astype(jnp.float32)),
+        }
+
+    def call(x: Any, scale: Any, zero_point: Any, dy: Any) -> dict[str, Any]:
+        nearest = rounded(x, scale, zero_point, dy, "", {})
+        drawn = {"rounding": "stochastic", "key": np.array(_KEY, np.uint32)}
 
         def back(*a):
             return jaxquant.dequantize(*a, dtype=x.dtype, **common)
 
-        y, fake_backward = jax.vjp(fake, x, scale, zero_point)
-        codes, codes_backward = jax.vjp(carried, x, scale, zero_point)
-        values, values_backward = jax.vjp(back, codes, scale, zero_point)
+        values, values_backward = jax.vjp(back, nearest["quantize"][1], scale, zero_point)
         return {
-            "fake_quantize": (y,),
-            "quantize": (jaxquant.quantize(x, scale, zero_point, **grid, **common), codes),
+            **nearest,
+            **(rounded(x, scale, zero_point, dy, "stochastic_", drawn) if case.drawn else {}),
             "dequantize": (values,),
-            "fake_quantize_gradient": fake_backward(dy),
-            "quantize_gradient": codes_backward(dy.astype(jnp.float32)),
             "dequantize_gradient": values_backward(dy),
         }
 
@@ -378,6 +428,21 @@ class _Judge:
                 fused = {"qtype": qtype, "packed": True, "implementation": self.implementation}
                 direct = jaxquant.quantize(q.astype(np.float32), 1.0, **fused)
                 self.bits("quantize", f"quantize, packed, {name}", direct, expected)
+
+    def optimiser(self) -> None:
+        """Against jax.numpy on the host, from states of any bytes."""
+        rng, names = np.random.default_rng(2), ("update", "m", "exponents of m", "v", "exponents of v")
+        bind = optim.adam8bit_p.bind
+        for shape, length in (((3, 300), 256), ((2, 5, 512), 64), ((7, 1), 1)):
+            few = (*shape[:-1], -(-shape[-1] // length))
+            state = [rng.integers(0, 256, s, np.uint8) for s in (shape, few, shape, few)]
+            factors = np.array([[0.9, 0.1, 0.999, 0.001, 2.0, 1e-8]], np.float32)
+            operands = (rng.standard_normal(shape).astype(np.float32), *state, factors, np.array([7], np.uint32))
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                expected = bind(*operands, axis=-1, length=length, implementation="xla")
+            actual = bind(*operands, axis=-1, length=length, implementation=self.implementation)
+            for name, got, wanted in zip(names, actual, expected, strict=True):
+                self.bits("adam8bit", f"adam8bit, {name}, {shape}", got, np.asarray(wanted))
 
     def empty(self) -> None:
         x, scale = jnp.zeros((0, 4), jnp.float32), jnp.ones((1, 4), jnp.float32)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxquant
 
@@ -25,6 +26,18 @@ def integer_quantize(x, scale, zero_point, **keywords):
 
 def packed_quantize(x, scale, zero_point, **keywords):
     return jaxquant.quantize(x, scale, zero_point, **QTYPE, packed=True, **keywords)
+
+
+# One key for all calls: under vmap each example draws what a call of its own would.
+STOCHASTIC = {"rounding": "stochastic", "key": np.array([7, 11], np.uint32)}
+
+
+def stochastic_fake_quantize(x, scale, zero_point, *, functions=jaxquant, **keywords):
+    return functions.fake_quantize(x, scale, zero_point, **QTYPE, **STOCHASTIC, **keywords)
+
+
+def stochastic_quantize(x, scale, zero_point, *, functions=jaxquant, **keywords):
+    return functions.quantize(x, scale, zero_point, **QTYPE, **STOCHASTIC, dtype=x.dtype, **keywords)
 
 
 def dequantize(q, scale, zero_point, *, functions=jaxquant, **keywords):
@@ -85,6 +98,15 @@ OPERATIONS = [
         "dequantize_gradient", gradient_of(dequantize), ("dy", "carried", *_VALUE[1:]), (0, 1, 2, 3), **_GRADIENT
     ),
     Operation("dequantize_stored", dequantize, ("codes", "scale", "zero_point"), (1, 2), model="dequantize"),
+    Operation("stochastic_fake_quantize", stochastic_fake_quantize, _VALUE, **_TRAINED),
+    Operation("stochastic_quantize", stochastic_quantize, _VALUE, **_TRAINED),
+    Operation(
+        "stochastic_fake_quantize_gradient",
+        gradient_of(stochastic_fake_quantize),
+        ("dy", *_VALUE),
+        (0, 1, 2, 3),
+        **_GRADIENT,
+    ),
     Operation("quantize_integer", integer_quantize, _VALUE),
     Operation("quantize_packed", packed_quantize, _VALUE),
     Operation("pack", pack, ("codes",)),

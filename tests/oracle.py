@@ -134,17 +134,24 @@ def _operands(x_shape, real, scale, zero_point, axis):
 
 
 @np.errstate(all="ignore")
-def steps(x, scale, zero_point=None, *, axis=None, qtype="int8", qmin=None, qmax=None, **_):
+def steps(x, scale, zero_point=None, *, axis=None, qtype="int8", qmin=None, qmax=None, drawn=None, **_):
+    """drawn: u of each element where rounding is stochastic (see threefry.py)."""
     x = np.asarray(x)
     qmin, qmax = code_range(qtype, qmin, qmax)
     real = arithmetic_type(x.dtype)
     s, z = _operands(x.shape, real, scale, zero_point, axis)
     x = flush(x.astype(real))
     t = flush(x / s)
-    rounded = np.rint(t)
+    rounded = np.rint(t) if drawn is None else _rounded_as_drawn(t, drawn.astype(real))
     v = rounded + z
     clamped = np.where(v > qmax, real.type(qmax), np.where(v < qmin, real.type(qmin), v))
     return Steps(x, s, z, t, rounded, v, clamped, qmin, qmax)
+
+
+def _rounded_as_drawn(t, u):
+    """floor(t + u) without the rounding of the sum; NaN and infinities stay."""
+    down = np.floor(t)
+    return np.where(u >= 1 - (t - down), down + 1, down + t.dtype.type(0))
 
 
 @np.errstate(all="ignore")

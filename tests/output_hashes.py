@@ -11,6 +11,8 @@ import granularities
 import jax
 import numpy as np
 
+import jaxquant
+
 
 def digest(a):
     """NaN counts as NaN, whatever its bits: sign and payload are not promised."""
@@ -18,6 +20,17 @@ def digest(a):
     if a.dtype.kind in "fV":
         a = np.where(np.isnan(a), np.full_like(a, np.nan), a)
     return hashlib.sha256(a.tobytes()).hexdigest()[:16]
+
+
+def stochastic(keywords):
+    keywords = calls.library_keywords(keywords) | {"rounding": "stochastic", "implementation": "ffi"}
+
+    def call(x, scale, zero_point, dy):
+        key = jax.random.key(5)
+        y, backward = jax.vjp(lambda *a: jaxquant.fake_quantize(*a, zero_point, key=key, **keywords), x, scale)
+        return y, backward(dy), jaxquant.quantize(x, scale, zero_point, key=key, **keywords)
+
+    return call
 
 
 def main():
@@ -40,6 +53,8 @@ def main():
         with calls.precision(x.dtype):
             call = calls.results({"qtype": qtype, **granularity.keywords}, x.dtype, "ffi")
             outputs = jax.jit(call)(x, operands.scale, operands.zero_point, operands.dy)
+            drawn = jax.jit(stochastic({"qtype": qtype, **granularity.keywords}))
+            outputs["stochastic"] = drawn(x, operands.scale, operands.zero_point, operands.dy)
         for name, value in outputs.items():
             hashes[f"{granularity} {dtype} {qtype} {name}"] = [digest(leaf) for leaf in jax.tree.leaves(value)]
     print(json.dumps(hashes))

@@ -38,7 +38,7 @@ def test_operations_registrations_and_handlers_are_one_list():
     compiled = set(ffi.module("cpu").registrations())
     assert compiled == NAMES == set(ffi.registered()["cpu"])
     listed = []
-    for family in ("affine", "ggml", "matmul"):
+    for family in ("affine", "ggml", "matmul", "optim"):
         source = (ROOT / "ffi" / family / "handlers.h").read_text()
         listed += re.findall(r'^  f\("(\w+)"', source[source.index("void ForEachTarget") :], re.MULTILINE)
     assert sorted(listed) == sorted(NAMES)
@@ -68,7 +68,10 @@ def test_one_word_leads_from_python_to_the_kernel():
         if name in products:
             assert getattr(importlib.import_module(f"jaxquant.affine.{products[name]}"), f"{name}_p") is bound
             continue
-        module = "packing" if name in ("pack", "unpack") else name.removesuffix("_gradient")
+        if name == "adam8bit":
+            assert jaxquant.optim.adam8bit_p is bound
+            continue
+        module = "packing" if name in ("pack", "unpack") else name.removesuffix("_gradient").removeprefix("stochastic_")
         assert getattr(importlib.import_module(f"jaxquant.affine.{module}"), f"{name}_p") is bound
         assert module in folders
 
@@ -77,8 +80,8 @@ def test_every_operation_can_be_differentiated():
     from jax.interpreters import ad
 
     for name, (operation, bound) in primitive.OPERATIONS.items():
-        if operation.dtypes == ("uint8",):
-            continue  # bytes have no tangents
+        if operation.dtypes == ("uint8",) or name == "adam8bit":
+            continue  # bytes have no tangents, and nobody differentiates through an optimiser's state
         assert bound in ad.primitive_jvps, name
         assert not name.endswith("_gradient") or bound in ad.primitive_transposes, name
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "ffi/affine/rounding.h"
 #include "ffi/common/numeric.h"
 #include "ffi/common/scale_view.h"
 
@@ -21,6 +22,7 @@ struct MapArguments {
   void* out;
   int64_t out_origin;  // out[0] belongs to this element of x
   double qmin, qmax;
+  const KeyArguments* key;  // null: rounding to nearest
 };
 
 // Sums over the elements that share a scale follow one order, whatever the platform and the number of threads. With
@@ -53,6 +55,7 @@ struct GradientArguments {
   void* dzero_point;
   void* scratch;  // ScratchSize elements for dscale, then as many for dzero_point
   double qmin, qmax;
+  const KeyArguments* key;
 };
 
 // Packing of `bits`-wide codes along the last axis, low bits first; a row's odd tail is padded with zeros.

@@ -7,6 +7,7 @@
 #endif
 
 #include "ffi/affine/cpu_kernels.h"
+#include "ffi/affine/cpu_noise.h"
 
 namespace jq {
 namespace JQ_GGML_ISA {
@@ -188,7 +189,8 @@ bool MapWith(const Loops<Real>& loops, const MapArguments& a, bool gradient, int
   const Range<Real> range{static_cast<Real>(a.qmin), static_cast<Real>(a.qmax)};
   alignas(64) Real x_tile[kTile], dy_tile[kTile];
   alignas(64) char result_tile[kTile * sizeof(Real)];
-  const int64_t most = widen || narrow ? kTile : INT64_MAX;
+  alignas(64) Real noise[kTile];
+  const int64_t most = widen || narrow || a.key ? kTile : INT64_MAX;
   ForEachPiece<Real>(*a.view, static_cast<const Real*>(a.scale), static_cast<const Real*>(a.zero_point), begin, end,
                      most, [&](int64_t offset, int64_t n, const Real* scale, const Real* zero_point, bool per_element) {
                        const void* x_piece = x + offset * x_size;
@@ -204,8 +206,9 @@ bool MapWith(const Loops<Real>& loops, const MapArguments& a, bool gradient, int
                        }
                        char* out_piece = out + (offset - a.out_origin) * out_size;
                        void* target = narrow != nullptr ? result_tile : out_piece;
+                       if (a.key != nullptr) Draw(*a.key, offset, n, noise);
                        loop(static_cast<const Real*>(dy_piece), x_piece, target, n, scale, zero_point, per_element,
-                            range);
+                            range, noise);
                        if (narrow != nullptr) narrow(result_tile, out_piece, n);
                      });
   return true;
@@ -295,6 +298,7 @@ class GradientPass {
         scale_(static_cast<const Real*>(a.scale)),
         zero_point_(static_cast<const Real*>(a.zero_point)),
         range_{static_cast<Real>(a.qmin), static_cast<Real>(a.qmax)},
+        key_(a.key),
         size_(SizeOf(a.type)),
         direct_(a.type == kRealType<Real>),
         widen_(Widening<Real>(a.type)),
@@ -334,18 +338,20 @@ class GradientPass {
     Real ds, dz;
     if (direct_ && cursor.Left() >= n) {
       const int64_t at = (base + cursor.offset) * size_;
+      if (key_ != nullptr) Draw(*key_, base + cursor.offset, n, noise_tile_);
       loops_.row(Reals(dy_ + at), Reals(x_ + at), dx_ ? reinterpret_cast<Real*>(dx_ + at) : dx_tile_, n, scale_[e], z,
-                 range_, &ds, &dz);
+                 range_, noise_tile_, &ds, &dz);
     } else {
       ReducedCursor scatter = cursor;
       for (int64_t filled = 0; filled < n;) {
         const int64_t take = cursor.Left() < n - filled ? cursor.Left() : n - filled;
         widen_(dy_ + (base + cursor.offset) * size_, dy_tile_ + filled, take);
         widen_(x_ + (base + cursor.offset) * size_, x_tile_ + filled, take);
+        if (key_ != nullptr) Draw(*key_, base + cursor.offset, take, noise_tile_ + filled);
         filled += take;
         cursor.Advance(take);
       }
-      loops_.row(dy_tile_, x_tile_, dx_tile_, n, scale_[e], z, range_, &ds, &dz);
+      loops_.row(dy_tile_, x_tile_, dx_tile_, n, scale_[e], z, range_, noise_tile_, &ds, &dz);
       for (int64_t done = 0; dx_ != nullptr && done < n;) {
         const int64_t take = scatter.Left() < n - done ? scatter.Left() : n - done;
         narrow_(dx_tile_ + done, dx_ + (base + scatter.offset) * size_, take);
@@ -378,13 +384,15 @@ class GradientPass {
       const int64_t at = (base + cursor.offset) * size_;
       Real* scale_lane = scale_lanes_ + j % kLanes * kColumns;
       Real* zero_lane = zero_lanes_ + j % kLanes * kColumns;
+      if (key_ != nullptr) Draw(*key_, base + cursor.offset, n, noise_tile_);
       if (direct_) {
         loops_.columns(Reals(dy_ + at), Reals(x_ + at), dx_ ? reinterpret_cast<Real*>(dx_ + at) : dx_tile_, n,
-                       scale_ + e, zero_tile_, range_, scale_lane, zero_lane);
+                       scale_ + e, zero_tile_, range_, noise_tile_, scale_lane, zero_lane);
       } else {
         widen_(dy_ + at, dy_tile_, n);
         widen_(x_ + at, x_tile_, n);
-        loops_.columns(dy_tile_, x_tile_, dx_tile_, n, scale_ + e, zero_tile_, range_, scale_lane, zero_lane);
+        loops_.columns(dy_tile_, x_tile_, dx_tile_, n, scale_ + e, zero_tile_, range_, noise_tile_, scale_lane,
+                       zero_lane);
         if (dx_ != nullptr) narrow_(dx_tile_, dx_ + at, n);
       }
     }
@@ -415,11 +423,13 @@ class GradientPass {
   char* dx_;
   const Real *scale_, *zero_point_;
   const Range<Real> range_;
+  const KeyArguments* const key_;
   const int64_t size_;
   const bool direct_;
   const Conversion widen_, narrow_;
   Real *dscale_ = nullptr, *dzero_point_ = nullptr;
   alignas(64) Real dy_tile_[kChunk], x_tile_[kChunk], dx_tile_[kChunk], zero_tile_[kColumns];
+  alignas(64) Real noise_tile_[kChunk > kColumns ? kChunk : kColumns];
   alignas(64) Real scale_lanes_[kLanes * kColumns], zero_lanes_[kLanes * kColumns];
 };
 
@@ -476,17 +486,27 @@ void FinishGradient(const GradientArguments& a) { a.wide ? FinishSums<double>(a)
 }  // namespace
 
 extern const AffineLoops fake_quantize_loops, quantize_loops, dequantize_loops;
+extern const AffineLoops stochastic_fake_quantize_loops, stochastic_quantize_loops;
 extern const PackingLoops packing_loops;
 extern const CpuKernels cpu_kernels;
+void Adam8bit(const optim::AdamArguments& arguments, int64_t begin, int64_t end);
 
 #define JQ_TEXT(x) #x
 #define JQ_NAME(x) JQ_TEXT(x)
 const CpuKernels cpu_kernels = {
-    JQ_NAME(JQ_ISA), &fake_quantize_loops,
-    &quantize_loops, &dequantize_loops,
-    &packing_loops,  Map,
-    GradientUnits,   Gradient,
-    FinishGradient,  &JQ_GGML_ISA::ggml_kernels,
+    JQ_NAME(JQ_ISA),
+    &fake_quantize_loops,
+    &quantize_loops,
+    &dequantize_loops,
+    &stochastic_fake_quantize_loops,
+    &stochastic_quantize_loops,
+    &packing_loops,
+    Map,
+    GradientUnits,
+    Gradient,
+    FinishGradient,
+    &JQ_GGML_ISA::ggml_kernels,
+    Adam8bit,
 };
 
 }  // namespace JQ_ISA

@@ -8,6 +8,9 @@
 
 namespace jq {
 
+namespace optim {
+struct AdamArguments;  // ffi/optim/math.h
+}
 namespace ggml {
 struct CpuKernels;  // ffi/ggml/cpu_kernels.h
 }
@@ -15,15 +18,17 @@ struct CpuKernels;  // ffi/ggml/cpu_kernels.h
 // Loops over consecutive elements, for arithmetic in Real.
 template <typename Real>
 struct Loops {
-  // out = f(x) or, for gradients, f(dy, x). per_element: scale and zero point have a value per element.
+  // out = f(x) or, for gradients, f(dy, x). per_element: scale and zero point have a value per element. noise: what is
+  // drawn for each element, where rounding is stochastic; never read otherwise.
   using Map = void (*)(const Real* dy, const void* x, void* out, int64_t n, const Real* scale, const Real* zero_point,
-                       bool per_element, Range<Real> range);
+                       bool per_element, Range<Real> range, const Real* noise);
   // dx of up to kChunk elements that share a scale, and their two sums.
   using Row = void (*)(const Real* dy, const Real* x, Real* dx, int64_t n, Real scale, Real zero_point,
-                       Range<Real> range, Real* dscale, Real* dzero_point);
+                       Range<Real> range, const Real* noise, Real* dscale, Real* dzero_point);
   // dx of elements that belong to neighbouring sums, whose terms are added to one lane each.
   using Columns = void (*)(const Real* dy, const Real* x, Real* dx, int64_t n, const Real* scale,
-                           const Real* zero_point, Range<Real> range, Real* scale_lane, Real* zero_lane);
+                           const Real* zero_point, Range<Real> range, const Real* noise, Real* scale_lane,
+                           Real* zero_lane);
 
   // Null where there is no loop for the pair; the driver then converts a tile at a time from or to Real.
   Map (*value)(DType x, DType out);
@@ -49,6 +54,8 @@ struct CpuKernels {
   const AffineLoops* fake_quantize;
   const AffineLoops* quantize;
   const AffineLoops* dequantize;
+  const AffineLoops* stochastic_fake_quantize;
+  const AffineLoops* stochastic_quantize;
   const PackingLoops* packing;
 
   // Elements [begin, end) of x. False: no conversion for these types.
@@ -59,6 +66,9 @@ struct CpuKernels {
   void (*gradient_finish)(const GradientArguments&);
 
   const ggml::CpuKernels* ggml;
+
+  // Blocks [begin, end) of a step.
+  void (*adam8bit)(const optim::AdamArguments&, int64_t begin, int64_t end);
 };
 
 // The kernels for this machine, or those that JAXQUANT_ISA names (an unknown or unsupported name: the machine's).

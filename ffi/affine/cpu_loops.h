@@ -12,30 +12,32 @@ namespace {
 
 template <typename Math>
 struct ValueOf {
+  static constexpr bool kNoisy = kKeyed<Math>;
   template <typename Real>
-  static JQ_HOST_DEVICE Real At(Real, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
-    return Math::Value(x, scale, zero_point, range);
+  static JQ_HOST_DEVICE Real At(Real, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range, Real u) {
+    return Rounded<Math, Real>::Value(x, scale, zero_point, range, u);
   }
 };
 template <typename Math>
 struct GradientOf {
+  static constexpr bool kNoisy = kKeyed<Math>;
   template <typename Real>
-  static JQ_HOST_DEVICE Real At(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
-    return Math::template Gradient<Real>::Of(dy, x, scale, zero_point, range).dx;
+  static JQ_HOST_DEVICE Real At(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range, Real u) {
+    return Rounded<Math, Real>::Gradient(dy, x, scale, zero_point, range, u).dx;
   }
 };
 
 template <typename Function, typename Real, typename X, typename Out>
 void MapLoop(const Real* __restrict dy, const void* x_data, void* out_data, int64_t n, const Real* __restrict scale,
-             const Real* __restrict zero_point, bool per_element, Range<Real> range) {
+             const Real* __restrict zero_point, bool per_element, Range<Real> range, const Real* __restrict noise) {
   const X* x = static_cast<const X*>(x_data);
   Out* out = static_cast<Out*>(out_data);
   // x may be out (donated buffers), element for element: no dependence between iterations.
   if (per_element) {
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
-      out[i] = Convert<Out>(
-          Function::At(dy[i], Convert<Real>(x[i]), Divisor<Real>::Of(scale[i]), RoundZeroPoint(zero_point[i]), range));
+      out[i] = Convert<Out>(Function::At(dy[i], Convert<Real>(x[i]), Divisor<Real>::Of(scale[i]),
+                                         RoundZeroPoint(zero_point[i]), range, Function::kNoisy ? noise[i] : Real(0)));
     }
     return;
   }
@@ -43,7 +45,8 @@ void MapLoop(const Real* __restrict dy, const void* x_data, void* out_data, int6
   const Real zero = RoundZeroPoint(*zero_point);
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
-    out[i] = Convert<Out>(Function::At(dy[i], Convert<Real>(x[i]), divisor, zero, range));
+    out[i] = Convert<Out>(
+        Function::At(dy[i], Convert<Real>(x[i]), divisor, zero, range, Function::kNoisy ? noise[i] : Real(0)));
   }
 }
 
@@ -85,13 +88,14 @@ inline __attribute__((always_inline)) Real SumChunk(Real* terms, int64_t n) {
 
 template <typename Math, typename Real>
 void RowLoop(const Real* dy, const Real* x, Real* dx, int64_t n, Real scale, Real zero_point, Range<Real> range,
-             Real* dscale, Real* dzero_point) {
+             const Real* __restrict noise, Real* dscale, Real* dzero_point) {
   // Terms first, then their sums: the first loop has no dependence between elements.
   alignas(64) Real scale_terms[kChunk], zero_terms[kChunk];
   const Divisor<Real> divisor = Divisor<Real>::Of(scale);
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
-    const auto g = Math::template Gradient<Real>::Of(dy[i], x[i], divisor, zero_point, range);
+    const Real u = kKeyed<Math> ? noise[i] : Real(0);
+    const auto g = Rounded<Math, Real>::Gradient(dy[i], x[i], divisor, zero_point, range, u);
     dx[i] = g.dx;
     scale_terms[i] = g.dscale;
     zero_terms[i] = g.dzero_point;
@@ -102,11 +106,12 @@ void RowLoop(const Real* dy, const Real* x, Real* dx, int64_t n, Real scale, Rea
 
 template <typename Math, typename Real>
 void ColumnsLoop(const Real* dy, const Real* x, Real* dx, int64_t n, const Real* __restrict scale,
-                 const Real* __restrict zero_point, Range<Real> range, Real* __restrict scale_lane,
-                 Real* __restrict zero_lane) {
+                 const Real* __restrict zero_point, Range<Real> range, const Real* __restrict noise,
+                 Real* __restrict scale_lane, Real* __restrict zero_lane) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
-    const auto g = Math::template Gradient<Real>::Of(dy[i], x[i], Divisor<Real>::Of(scale[i]), zero_point[i], range);
+    const Real u = kKeyed<Math> ? noise[i] : Real(0);
+    const auto g = Rounded<Math, Real>::Gradient(dy[i], x[i], Divisor<Real>::Of(scale[i]), zero_point[i], range, u);
     dx[i] = g.dx;
     scale_lane[i] += g.dscale;
     zero_lane[i] += g.dzero_point;
@@ -114,8 +119,12 @@ void ColumnsLoop(const Real* dy, const Real* x, Real* dx, int64_t n, const Real*
 }
 
 template <typename Math, typename Real>
-constexpr Loops<Real> LoopsOf(typename Loops<Real>::Map (*value)(DType, DType)) {
+constexpr Loops<Real> LoopsIn(typename Loops<Real>::Map (*value)(DType, DType)) {
   return {value, MapLoop<GradientOf<Math>, Real, Real, Real>, RowLoop<Math, Real>, ColumnsLoop<Math, Real>};
+}
+template <typename Math>
+constexpr AffineLoops LoopsOf(Loops<float>::Map (*single)(DType, DType), Loops<double>::Map (*wide)(DType, DType)) {
+  return {LoopsIn<Math, float>(single), LoopsIn<Math, double>(wide)};
 }
 
 }  // namespace

@@ -14,9 +14,13 @@ namespace jq {
 
 inline const AffineLoops& LoopsFor(Op op) {
   const CpuKernels& kernels = CpuKernelsHere();
-  return *(op == Op::kFakeQuantize ? kernels.fake_quantize
-           : op == Op::kQuantize   ? kernels.quantize
-                                   : kernels.dequantize);
+  switch (op) {
+    case Op::kFakeQuantize: return *kernels.fake_quantize;
+    case Op::kQuantize: return *kernels.quantize;
+    case Op::kStochasticFakeQuantize: return *kernels.stochastic_fake_quantize;
+    case Op::kStochasticQuantize: return *kernels.stochastic_quantize;
+    default: return *kernels.dequantize;
+  }
 }
 
 // Work below this many elements is not worth a second thread; above, chunks of it keep every thread busy to the end.

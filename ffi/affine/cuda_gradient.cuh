@@ -52,9 +52,10 @@ struct DeviceDims {
   }
 };
 
-template <typename Real>
+template <typename Math, typename Real>
 struct GradientParameters {
   DeviceDims kept, reduced;
+  DeviceNoise<kKeyed<Math>> noise;
   const void* dy;
   const void* x;
   const Real* scale;
@@ -75,8 +76,8 @@ struct GradientParameters {
 template <typename Math, typename Real, typename X>
 class GradientKernel {
   using Storage = StorageOf<X>;
-  using Parameters = GradientParameters<Real>;
-  using Terms = typename Math::template Gradient<Real>;
+  using Parameters = GradientParameters<Math, Real>;
+  using Terms = Rounded<Math, Real>;
 
  public:
   static constexpr int V = 16 / Storage::kBytes;
@@ -110,11 +111,13 @@ class GradientKernel {
   static __device__ __forceinline__ void AddVector(const Parameters& p, const Words<16>& dy, const Words<16>& x,
                                                    int64_t e, const DivisorAt& divisor, const ZeroAt& zero,
                                                    Sums* sums) {
-    Real dx[V];
+    Real dx[V], u[V];
+    p.noise.template Vector<V>(e, u);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const Terms g = Terms::Of(Storage::template Decode<Real>(dy.w, i, CodeSign{}),
-                                Storage::template Decode<Real>(x.w, i, CodeSign{}), divisor(i), zero(i), p.range);
+      const auto g =
+          Terms::Gradient(Storage::template Decode<Real>(dy.w, i, CodeSign{}),
+                          Storage::template Decode<Real>(x.w, i, CodeSign{}), divisor(i), zero(i), p.range, u[i]);
       dx[i] = g.dx;
       sums->scale[i] += g.dscale;
       sums->zero_point[i] += g.dzero_point;
@@ -128,7 +131,8 @@ class GradientKernel {
   // The term of element e, to the i-th of the thread's sums; i is only known at run time.
   static __device__ __forceinline__ void AddOne(const Parameters& p, int64_t e, int i, Real scale, Real zero,
                                                 Sums* sums) {
-    const Terms g = Terms::Of(LoadOne(p.dy, e), LoadOne(p.x, e), Divisor<Real>::Of(scale), zero, p.range);
+    const auto g = Terms::Gradient(LoadOne(p.dy, e), LoadOne(p.x, e), Divisor<Real>::Of(scale), zero, p.range,
+                                   p.noise.template One<Real>(e));
     if (p.dx != nullptr) StoreOne(p.dx, e, g.dx);
 #pragma unroll
     for (int k = 0; k < V; ++k) {
@@ -305,11 +309,11 @@ class GradientKernel {
 };
 
 template <typename Math, typename Real, typename X>
-__global__ void __launch_bounds__(kThreads, 2) RowGradient(const GradientParameters<Real> p) {
+__global__ void __launch_bounds__(kThreads, 2) RowGradient(const GradientParameters<Math, Real> p) {
   GradientKernel<Math, Real, X>::Rows(p);
 }
 template <typename Math, typename Real, typename X>
-__global__ void __launch_bounds__(kThreads, 2) ColumnGradient(const GradientParameters<Real> p) {
+__global__ void __launch_bounds__(kThreads, 2) ColumnGradient(const GradientParameters<Math, Real> p) {
   GradientKernel<Math, Real, X>::Columns(p);
 }
 
@@ -384,7 +388,8 @@ const char* LaunchGradient(const GradientArguments& a, cudaStream_t stream) {
     }
     return nullptr;
   }
-  GradientParameters<Real> p{};
+  GradientParameters<Math, Real> p{};
+  p.noise = DeviceNoise<kKeyed<Math>>(a.key);
   const ScaleView::Dim run = view.run();
   const bool columns = run.scale_stride != 0;
   p.vectors = true;
@@ -398,7 +403,7 @@ const char* LaunchGradient(const GradientArguments& a, cudaStream_t stream) {
       p.kept.Add(view.dim[d]);
     }
   }
-  p.vectors = p.vectors && run.size % Kernel::V == 0;
+  p.vectors = p.vectors && run.size % Kernel::V == 0 && p.noise.SuitsVectors(Kernel::V, 0);
   p.dy = a.dy;
   p.x = a.x;
   p.scale = static_cast<const Real*>(a.scale);

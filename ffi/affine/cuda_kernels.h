@@ -44,6 +44,7 @@ struct CudaKernels {
 };
 
 extern const CudaKernels fake_quantize_cuda, quantize_cuda, dequantize_cuda;
+extern const CudaKernels stochastic_fake_quantize_cuda, stochastic_quantize_cuda;
 
 const char* PackOnCuda(const PackArguments&, CudaStream);
 const char* UnpackOnCuda(const PackArguments&, CudaStream);

@@ -11,32 +11,38 @@
 #include <cstdint>
 
 #include "ffi/affine/arguments.h"
+#include "ffi/affine/cuda_noise.cuh"
 #include "ffi/common/cuda_index.h"
 #include "ffi/common/cuda_launch.h"
 #include "ffi/common/cuda_storage.h"
 
 namespace jq {
 
-template <typename Math>
+template <typename M>
 struct ValueOf {
+  using Math = M;
   static constexpr bool kGradient = false;
   template <typename Real>
-  static __device__ __forceinline__ Real At(Real, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
-    return Math::Value(x, scale, zero_point, range);
+  static __device__ __forceinline__ Real At(Real, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range,
+                                            Real u) {
+    return Rounded<Math, Real>::Value(x, scale, zero_point, range, u);
   }
 };
-template <typename Math>
+template <typename M>
 struct GradientOf {
+  using Math = M;
   static constexpr bool kGradient = true;
   template <typename Real>
-  static __device__ __forceinline__ Real At(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
-    return Math::template Gradient<Real>::Of(dy, x, scale, zero_point, range).dx;
+  static __device__ __forceinline__ Real At(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range,
+                                            Real u) {
+    return Rounded<Math, Real>::Gradient(dy, x, scale, zero_point, range, u).dx;
   }
 };
 
-template <typename Real>
+template <typename F, typename Real>
 struct MapParameters {
   DeviceView view;
+  DeviceNoise<kKeyed<typename F::Math>> noise;
   const void* dy;
   const void* x;
   const Real* scale;
@@ -67,7 +73,7 @@ template <typename F, typename Real, typename X, typename Out>
 class MapKernel {
   using XStorage = StorageOf<X>;
   using OutStorage = StorageOf<Out>;
-  using Parameters = MapParameters<Real>;
+  using Parameters = MapParameters<F, Real>;
   static constexpr int kWide = XStorage::kBytes > OutStorage::kBytes ? XStorage::kBytes : OutStorage::kBytes;
   static constexpr int kGroup = OutStorage::kGroup;
 
@@ -116,7 +122,7 @@ class MapKernel {
     const DeviceView::Dim& run = p.view.dim[p.view.dims - 1];
     const Real s = __ldg(p.scale + place.scale + place.at * run.scale_stride);
     const Real z = ZeroPoint(p.zero_point, place.zero_point + place.at * run.zero_point_stride);
-    return F::At(dy, x, Divisor<Real>::Of(s), z, p.range);
+    return F::At(dy, x, Divisor<Real>::Of(s), z, p.range, p.noise.template One<Real>(e));
   }
   // The element that unit u stands for, where each is one.
   static __device__ __forceinline__ int64_t Element(const Parameters& p, int64_t u) {
@@ -147,15 +153,16 @@ class MapKernel {
   }
   // divisor(i), zero(i): of element i.
   template <typename DivisorAt, typename ZeroAt>
-  static __device__ __forceinline__ Words<kOutBytes> Compute(const Parameters& p, const Vector& v,
+  static __device__ __forceinline__ Words<kOutBytes> Compute(const Parameters& p, const Vector& v, int64_t e,
                                                              const DivisorAt& divisor, const ZeroAt& zero) {
-    Real values[V];
+    Real values[V], u[V];
+    p.noise.template Vector<V>(e, u);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       const Real x = XStorage::template Decode<Real>(v.x.w, i, p.sign);
       Real dy = Real(0);
       if constexpr (F::kGradient) dy = XStorage::template Decode<Real>(v.dy.w, i, p.sign);
-      values[i] = F::At(dy, x, divisor(i), zero(i), p.range);
+      values[i] = F::At(dy, x, divisor(i), zero(i), p.range, u[i]);
     }
     Words<kOutBytes> out;
     OutStorage::template Encode<V>(values, out.w);
@@ -268,7 +275,7 @@ class MapKernel {
 #pragma unroll
       for (int k = 0; k < U; ++k) {
         const auto out = Compute(
-            p, v[k],
+            p, v[k], e[k],
             [&](int i) {
               if constexpr (mode != kCrossing) return divisor[k];
               Divisor<Real> d = divisor[k];
@@ -359,7 +366,7 @@ class MapKernel {
           }
           if constexpr (kFast) {
             all_suit = all_suit && suits;
-            const auto out = Compute(p, v[k], [&](int i) { return divisor[i]; }, [&](int i) { return zero[i]; });
+            const auto out = Compute(p, v[k], e, [&](int i) { return divisor[i]; }, [&](int i) { return zero[i]; });
             if (suits) StoreWords(out, OutAt(p, e));
           } else if (!suits) {
             Slowly(p, e);
@@ -376,7 +383,7 @@ template <typename F, typename Real>
 constexpr int kVectorMapBlocks = F::kGradient && sizeof(Real) == 4 ? 3 : 0;
 
 template <typename F, typename Real, typename X, typename Out>
-__global__ void __launch_bounds__(kThreads, (kVectorMapBlocks<F, Real>)) VectorMap(const MapParameters<Real> p) {
+__global__ void __launch_bounds__(kThreads, (kVectorMapBlocks<F, Real>)) VectorMap(const MapParameters<F, Real> p) {
   using Kernel = MapKernel<F, Real, X, Out>;
   bool unsuited;
   int in_flight = Kernel::kInFlight;
@@ -393,13 +400,13 @@ __global__ void __launch_bounds__(kThreads, (kVectorMapBlocks<F, Real>)) VectorM
 }
 
 template <typename F, typename Real, typename X, typename Out>
-__global__ void __launch_bounds__(kThreads, 2) ColumnMap(const MapParameters<Real> p) {
+__global__ void __launch_bounds__(kThreads, 2) ColumnMap(const MapParameters<F, Real> p) {
   using Kernel = MapKernel<F, Real, X, Out>;
   if (Kernel::template Columns<true>(p)) Kernel::template Columns<false>(p);
 }
 
 template <typename F, typename Real>
-__global__ void __launch_bounds__(kThreads) AnyMap(const MapParameters<Real> p) {
+__global__ void __launch_bounds__(kThreads) AnyMap(const MapParameters<F, Real> p) {
   const DeviceView::Dim& run = p.view.dim[p.view.dims - 1];
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t e = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; e < p.size; e += stride) {
@@ -407,14 +414,16 @@ __global__ void __launch_bounds__(kThreads) AnyMap(const MapParameters<Real> p) 
     const Real s = __ldg(p.scale + place.scale + place.at * run.scale_stride);
     const Real z = ZeroPoint(p.zero_point, place.zero_point + place.at * run.zero_point_stride);
     const Real x = LoadAny<Real>(p.x, e, p.x_type);
-    StoreAny(p.out, e, p.out_type, F::At(Real(0), x, Divisor<Real>::Of(s), z, p.range));
+    const Real u = p.noise.template One<Real>(e);
+    StoreAny(p.out, e, p.out_type, F::At(Real(0), x, Divisor<Real>::Of(s), z, p.range, u));
   }
 }
 
-template <typename Real>
-MapParameters<Real> ReadParameters(const MapArguments& a) {
-  MapParameters<Real> p{};
+template <typename F, typename Real>
+MapParameters<F, Real> ReadParameters(const MapArguments& a) {
+  MapParameters<F, Real> p{};
   p.view = DeviceView(*a.view);
+  p.noise = DeviceNoise<kKeyed<typename F::Math>>(a.key);
   p.dy = a.dy;
   p.x = a.x;
   p.scale = static_cast<const Real*>(a.scale);
@@ -433,7 +442,7 @@ template <typename F, typename Real, typename X, typename Out>
 const char* LaunchMap(const MapArguments& a, const PackArguments* rows, cudaStream_t stream) {
   using Kernel = MapKernel<F, Real, X, Out>;
   constexpr int V = Kernel::kElements, kGroup = StorageOf<Out>::kGroup;
-  MapParameters<Real> p = ReadParameters<Real>(a);
+  MapParameters<F, Real> p = ReadParameters<F, Real>(a);
   const ScaleView::Dim run = a.view->run();
   const bool ragged = rows != nullptr && rows->rows > 1;
 
@@ -449,6 +458,7 @@ const char* LaunchMap(const MapArguments& a, const PackArguments* rows, cudaStre
       break;
     }
   }
+  if (!p.noise.SuitsVectors(V, head)) head = V;
 
   if (run.scale_stride != 0 && head == 0 && run.size % V == 0) {
     p.row_vectors = run.size / V;
@@ -481,7 +491,7 @@ const char* LaunchMap(const MapArguments& a, const PackArguments* rows, cudaStre
 
 template <typename F, typename Real>
 const char* LaunchAnyMap(const MapArguments& a, const PackArguments*, cudaStream_t stream) {
-  const MapParameters<Real> p = ReadParameters<Real>(a);
+  const MapParameters<F, Real> p = ReadParameters<F, Real>(a);
   JQ_LAUNCH((AnyMap<F, Real>), GridSize(p.size, kThreads), kThreads, 0, stream, p);
   return LaunchError();
 }

@@ -14,10 +14,18 @@
 
 namespace jq {
 
-enum class Op { kFakeQuantize, kQuantize, kDequantize };
+enum class Op { kFakeQuantize, kQuantize, kDequantize, kStochasticFakeQuantize, kStochasticQuantize };
+constexpr Op kOps[] = {Op::kFakeQuantize, Op::kQuantize, Op::kDequantize, Op::kStochasticFakeQuantize,
+                       Op::kStochasticQuantize};
 
 constexpr const char* NameOf(Op op) {
-  return op == Op::kFakeQuantize ? "fake_quantize" : op == Op::kQuantize ? "quantize" : "dequantize";
+  switch (op) {
+    case Op::kFakeQuantize: return "fake_quantize";
+    case Op::kQuantize: return "quantize";
+    case Op::kStochasticFakeQuantize: return "stochastic_fake_quantize";
+    case Op::kStochasticQuantize: return "stochastic_quantize";
+    default: return "dequantize";
+  }
 }
 
 template <typename Platform>
@@ -25,12 +33,29 @@ class Handlers {
   using Context = typename Platform::Context;
   using Any = ffi::AnyBuffer;
   using Result = ffi::Result<ffi::AnyBuffer>;
+  using Sizes = ffi::Span<const int64_t>;
 
  public:
   // (x, scale, zero_point) -> out. packed_bits: 4 or 2 for packed codes, else 0.
   template <Op op>
   static ffi::Error Value(Context context, Any x, Any scale, Any zero_point, Result out, int64_t qmin, int64_t qmax,
                           int64_t packed_bits) {
+    return ValueWith<op>(context, x, scale, zero_point, nullptr, out, qmin, qmax, packed_bits);
+  }
+  // With the key's words, x's rank each, and where x lies in its array (see PlaceView).
+  template <Op op>
+  static ffi::Error KeyedValue(Context context, Any x, Any scale, Any zero_point, Any key0, Any key1, Any origin,
+                               Result out, int64_t qmin, int64_t qmax, int64_t packed_bits, Sizes index_shape) {
+    PlaceView places;
+    KeyArguments key{&places, nullptr, nullptr, nullptr};
+    JQ_RETURN_IF_ERROR(ReadKey(NameOf(op), x, key0, key1, origin, index_shape, &places, &key));
+    return ValueWith<op>(context, x, scale, zero_point, &key, out, qmin, qmax, packed_bits);
+  }
+
+  template <Op op>
+  static ffi::Error ValueWith(Context context, Any x, Any scale, Any zero_point, const KeyArguments* key, Result out,
+                              int64_t qmin, int64_t qmax, int64_t packed_bits) {
+    constexpr bool kFake = op == Op::kFakeQuantize || op == Op::kStochasticFakeQuantize;
     const char* name = NameOf(op);
     ScaleView view;
     MapArguments a{};
@@ -39,8 +64,9 @@ class Handlers {
     JQ_RETURN_IF_ERROR(ReadDType(name, "result", *out, &a.out_type));
     a.wide = (op == Op::kDequantize ? a.out_type : a.x_type) == DType::kF64;
     JQ_RETURN_IF_ERROR(CheckParameters(name, scale, zero_point, a.wide));
-    if (op == Op::kFakeQuantize && a.x_type != a.out_type) return Refuse(name, "result", "x's type", "another");
+    if (kFake && a.x_type != a.out_type) return Refuse(name, "result", "x's type", "another");
     a.view = &view;
+    a.key = key;
     a.x = x.untyped_data();
     a.scale = scale.untyped_data();
     a.zero_point = zero_point.untyped_data();
@@ -65,6 +91,24 @@ class Handlers {
   template <Op op>
   static ffi::Error Gradient(Context context, Any dy, Any x, Any scale, Any zero_point, Result dx, Result dscale,
                              Result dzero_point, Result scratch, int64_t qmin, int64_t qmax, int64_t want) {
+    return GradientWith<op>(context, dy, x, scale, zero_point, nullptr, dx, dscale, dzero_point, scratch, qmin, qmax,
+                            want);
+  }
+  template <Op op>
+  static ffi::Error KeyedGradient(Context context, Any dy, Any x, Any scale, Any zero_point, Any key0, Any key1,
+                                  Any origin, Result dx, Result dscale, Result dzero_point, Result scratch,
+                                  int64_t qmin, int64_t qmax, int64_t want, Sizes index_shape) {
+    PlaceView places;
+    KeyArguments key{&places, nullptr, nullptr, nullptr};
+    JQ_RETURN_IF_ERROR(ReadKey(NameOf(op), x, key0, key1, origin, index_shape, &places, &key));
+    return GradientWith<op>(context, dy, x, scale, zero_point, &key, dx, dscale, dzero_point, scratch, qmin, qmax,
+                            want);
+  }
+
+  template <Op op>
+  static ffi::Error GradientWith(Context context, Any dy, Any x, Any scale, Any zero_point, const KeyArguments* key,
+                                 Result dx, Result dscale, Result dzero_point, Result scratch, int64_t qmin,
+                                 int64_t qmax, int64_t want) {
     const char* name = NameOf(op);
     ScaleView view;
     GradientArguments a{};
@@ -76,6 +120,7 @@ class Handlers {
     JQ_RETURN_IF_ERROR(CheckType(name, "dy", dy, x.element_type()));
     JQ_RETURN_IF_ERROR(CheckType(name, "dx", *dx, x.element_type()));
     a.view = &view;
+    a.key = key;
     a.dy = dy.untyped_data();
     a.x = x.untyped_data();
     a.scale = scale.untyped_data();
@@ -105,6 +150,7 @@ class Handlers {
     if (view.size == 0 || !(want & 1)) return ffi::Error::Success();
     MapArguments map{};
     map.view = &view;
+    map.key = key;
     map.x_type = map.out_type = a.type;
     map.wide = a.wide;
     map.dy = a.dy;
@@ -141,6 +187,39 @@ class Handlers {
     const ffi::DataType real = wide ? ffi::DataType::F64 : ffi::DataType::F32;
     JQ_RETURN_IF_ERROR(CheckType(name, "scale", scale, real));
     return CheckType(name, "zero_point", zero_point, real);
+  }
+
+  static ffi::Error ReadKey(const char* name, Any x, Any key0, Any key1, Any origin, Sizes index_shape,
+                            PlaceView* places, KeyArguments* key) {
+    JQ_RETURN_IF_ERROR(CheckType(name, "key", key0, ffi::DataType::U32));
+    JQ_RETURN_IF_ERROR(CheckType(name, "key", key1, ffi::DataType::U32));
+    JQ_RETURN_IF_ERROR(CheckShape(name, "key", key1, key0));
+    JQ_RETURN_IF_ERROR(CheckType(name, "origin", origin, ffi::DataType::U32));
+    JQ_RETURN_IF_ERROR(CheckSize(name, "origin", origin, 2));
+    const auto xs = x.dimensions(), ks = key0.dimensions();
+    int axis = 0;
+    switch (MakePlaceView(xs.begin(), static_cast<int>(xs.size()), index_shape.begin(),
+                          static_cast<int>(index_shape.size()), ks.begin(), static_cast<int>(ks.size()), places,
+                          &axis)) {
+      case PlaceViewError::kOk: break;
+      case PlaceViewError::kRank:
+        return Refuse(name, "key", "x's rank, for x of shape " + Shape(x),
+                      Shape(key0) + " and " + std::to_string(index_shape.size()) + " indexed axes");
+      case PlaceViewError::kTooManyDims:
+        return Refuse(name, "key", "a layout that folds into 16 dimensions over x of shape " + Shape(x), Shape(key0));
+      case PlaceViewError::kSize:
+        return Refuse(name, "index_shape", "x's size or more on axis " + std::to_string(axis) + ", and fewer than 2^63",
+                      Shape(index_shape.begin(), index_shape.size()));
+      case PlaceViewError::kKey:
+        return Refuse(
+            name, "key",
+            "1, or x's size before the indexed axes, on axis " + std::to_string(axis) + ", for x of shape " + Shape(x),
+            Shape(key0));
+    }
+    key->key0 = static_cast<const uint32_t*>(key0.untyped_data());
+    key->key1 = static_cast<const uint32_t*>(key1.untyped_data());
+    key->origin = static_cast<const uint32_t*>(origin.untyped_data());
+    return ffi::Error::Success();
   }
 
   static ffi::Error CheckBytes(const char* name, const char* operand, Any buffer) {
@@ -213,6 +292,46 @@ XLA_FFI_Error* GradientHandler(XLA_FFI_CallFrame* frame) {
                              .release();
   return handler->Call(frame);
 }
+template <typename Platform, Op op>
+XLA_FFI_Error* KeyedValueHandler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = Platform::Bind()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Ret<ffi::AnyBuffer>()
+                             .template Attr<int64_t>("qmin")
+                             .template Attr<int64_t>("qmax")
+                             .template Attr<int64_t>("packed_bits")
+                             .template Attr<ffi::Span<const int64_t>>("index_shape")
+                             .To(Handlers<Platform>::template KeyedValue<op>, Platform::kTraits)
+                             .release();
+  return handler->Call(frame);
+}
+template <typename Platform, Op op>
+XLA_FFI_Error* KeyedGradientHandler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = Platform::Bind()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Arg<ffi::AnyBuffer>()
+                             .template Ret<ffi::AnyBuffer>()
+                             .template Ret<ffi::AnyBuffer>()
+                             .template Ret<ffi::AnyBuffer>()
+                             .template Ret<ffi::AnyBuffer>()
+                             .template Attr<int64_t>("qmin")
+                             .template Attr<int64_t>("qmax")
+                             .template Attr<int64_t>("want")
+                             .template Attr<ffi::Span<const int64_t>>("index_shape")
+                             .To(Handlers<Platform>::template KeyedGradient<op>, Platform::kTraits)
+                             .release();
+  return handler->Call(frame);
+}
 template <typename Platform, bool kPack>
 XLA_FFI_Error* PackingHandler(XLA_FFI_CallFrame* frame) {
   static auto* handler = Platform::Bind()
@@ -233,6 +352,10 @@ void ForEachTarget(const F& f) {
   f("fake_quantize_gradient", GradientHandler<Platform, Op::kFakeQuantize>);
   f("quantize_gradient", GradientHandler<Platform, Op::kQuantize>);
   f("dequantize_gradient", GradientHandler<Platform, Op::kDequantize>);
+  f("stochastic_fake_quantize", KeyedValueHandler<Platform, Op::kStochasticFakeQuantize>);
+  f("stochastic_quantize", KeyedValueHandler<Platform, Op::kStochasticQuantize>);
+  f("stochastic_fake_quantize_gradient", KeyedGradientHandler<Platform, Op::kStochasticFakeQuantize>);
+  f("stochastic_quantize_gradient", KeyedGradientHandler<Platform, Op::kStochasticQuantize>);
   f("pack", PackingHandler<Platform, true>);
   f("unpack", PackingHandler<Platform, false>);
 }

@@ -112,6 +112,8 @@ struct Cpu {
   static ffi::Error Arrange(Context pool, const ArrangeArguments& a) {
     const int64_t row_bytes = a.k / a.size.block * a.size.bytes, eights = (a.n + kLanes - 1) / kLanes;
     const int64_t grain = std::max<int64_t>(1, (1 << 18) / (row_bytes * kLanes));
+    // Weights stay, and are read from end to end by every product.
+    AdviseHugePages(a.out, a.matrices * a.n * row_bytes);
     std::atomic<bool> known{true};
     ParallelFor(pool, a.matrices * eights, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {

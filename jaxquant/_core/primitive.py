@@ -18,13 +18,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxquant._core import compat, ffi
+from jaxquant._core import compat, ffi, places
 
 Role = Literal["full", "scale", "packed"]
 
@@ -52,7 +51,11 @@ class Operation:
     attributes(**params) gives the integers that the FFI handler reads.
     serves(platform, **params) tells whether the platform's kernel takes such parameters; the reference does where not.
     dtypes: what the leading operand may be.
+    aliases: operand -> result that the kernel writes in its place, as a donated state asks for.
     host: whether the reference calls back to the host, as none can where a mesh is partly manual.
+    placed: whether an element's place in the whole array counts: the row-major index over the trailing axes, as many as
+    the parameter `index_rank` says (those before belong to vmap). The kernel gets one more operand, the index of its
+    first element (uint32, low and high word), and the sizes of these axes of the whole array, -1 where they are x's.
 
     Where roles do not tell the shapes apart (values and the bytes of their blocks):
     axes(*operands, **params) names the axes of operands and results. Axes of one name are split alike, whatever their
@@ -71,7 +74,9 @@ class Operation:
     dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
     scratch: Callable[..., Result] | None = None
     serves: Callable[..., bool] | None = None
+    aliases: dict[int, int] | None = None
     host: bool = False
+    placed: bool = False
     pad_results: Callable[..., list[Result | None]] | None = None
     axes: Callable[..., Axes] | None = None
     batch: Callable[..., Any] | None = None
@@ -115,7 +120,8 @@ def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 
 def _abstract(operation: Operation, multiple_results: bool, *operands: Any, **params: Any) -> Any:
     if operation.axes is not None:
-        return _abstract_by_name(operation, *operands, **_public(params))[0]
+        named = _abstract_by_name(operation, *operands, **_public(params))
+        return named if multiple_results else named[0]
     avals = []
     for result in operation.results(*operands, **_public(params)):
         # Shaped like the operand of the same role: it carries the explicit sharding and the varying axes.
@@ -163,7 +169,8 @@ def _batch(
     operation: Operation, primitive: Primitive, operands: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> Any:
     if operation.batch is not None:
-        return operation.batch(operands, dims, **params), 0
+        out = operation.batch(operands, dims, **params)
+        return out, (0,) * len(out) if primitive.multiple_results else 0
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     # A scale that nobody maps stays one: a leading axis of 1 shares it without a copy. Where a result is a sum for
     # each scale, every example needs its own.
@@ -246,12 +253,18 @@ def _devices(ctx: Any) -> str:
 
 
 def _call(
-    operation: Operation, target: str, params: dict[str, Any], *operands: Any, results: list[Result] | None = None,
+    operation: Operation,
+    target: str,
+    params: dict[str, Any],
+    *operands: Any,
+    results: list[Result] | None = None,
+    place: tuple[Any, Sequence[int]] | None = None,
     changed: dict[str, Any] | None = None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """The FFI call. Results that are not wanted are passed to the kernel as empty arrays.
 
     results: those of a shard, where they do not follow from its operands (an unpacked length is a parameter).
+    place: of a shard, its origin and the sizes of the whole array, where the operation asks for them.
     """
     params = {**params, **(changed or {})}
     padded: Sequence[Result | None] = operation.results(*operands, **params) if results is None else results
@@ -264,8 +277,13 @@ def _call(
     if operation.scratch is not None:
         scratch = operation.scratch(*operands, **params)
         shapes.append(jax.ShapeDtypeStruct(scratch.shape, scratch.dtype))
-    attributes = {key: np.int64(value) for key, value in operation.attributes(**params).items()}
-    out = jax.ffi.ffi_call(target, shapes)(*operands, **attributes)
+    attributes: dict[str, Any] = {key: np.int64(value) for key, value in operation.attributes(**params).items()}
+    if operation.placed:
+        rank = params["index_rank"]
+        origin, sizes = (jnp.zeros(2, jnp.uint32), (-1,) * rank) if place is None else place
+        operands = (*operands, origin)
+        attributes["index_shape"] = np.array(sizes, np.int64)
+    out = jax.ffi.ffi_call(target, shapes, input_output_aliases=operation.aliases)(*operands, **attributes)
     return [value for value, result in zip(out, padded, strict=False) if result is not None]
 
 
@@ -276,9 +294,16 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
     """`call` on each shard, with no communication but the sums that a result needs."""
     results = operation.results(*operands, **params)
     full = operands[0].shape if operation.operands[0] == "full" else results[0].shape
+    roles: tuple[Role, ...] = operation.operands
+    count, index_sizes = len(operands), ()
+    if operation.placed:
+        indexed = range(len(full) - params["index_rank"], len(full))
+        index_sizes = tuple(full[d] for d in indexed)
+        operands = (*operands, *places.iotas(full, indexed))
+        roles = (*roles, *("scale" for _ in indexed))
 
     def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
-        arrays: list[Any] = [*zip(operation.operands, operand_shapes, strict=True)]
+        arrays: list[Any] = [*zip(roles, operand_shapes, strict=True)]
         arrays += [(r.role, shape) for r, shape in zip(results, result_shapes, strict=True)]
         # Large arrays stay where they are; the others follow.
         arrays.sort(key=lambda array: array[0] != "full")
@@ -293,7 +318,8 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
             return tuple(n if n == 1 else n // _parts(mesh, axes) for n, axes in zip(shape, spec, strict=True))
 
         def shard(*parts: Any) -> Any:
-            out = call(*parts, results=[r._replace(shape=local(r.shape)) for r in results])
+            placed = {"place": (places.origin(parts[count:], index_sizes), index_sizes)} if operation.placed else {}
+            out = call(*parts[:count], results=[r._replace(shape=local(r.shape)) for r in results], **placed)
             summed = [i for i, r in enumerate(results) if r.role == "scale"]
             axes = tuple(
                 name
@@ -315,7 +341,7 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
     def infer(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
         return partition(mesh, operand_shapes, result_shapes)[2]
 
-    op = custom_partitioning(lambda *args: tuple(call(*args)))
+    op = custom_partitioning(lambda *args: tuple(call(*args[:count])))
     op.def_partition(partition=partition, sharding_rule=rule, infer_sharding_from_operands=infer)
     return op(*operands)
 
@@ -386,12 +412,7 @@ def _lower_all_reduce(ctx: Any, *sums: Any, axes: tuple[str, ...]) -> Any:
     def function(*sums: Any) -> list[Any]:
         return list(jax.lax.psum(jnp.stack(sums), axes))
 
-    # Without the mesh that explicit mode has around us: its types would annotate shardings, and inside a shard nobody
-    # takes such annotations out any more.
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        avals = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-        bare = ctx.replace(avals_in=avals, avals_out=avals, jaxpr_eqn_ctx=None)
-        return mlir.lower_fun(function, multiple_results=True)(bare, *sums)
+    return places.lower_bare(ctx, function, *sums, multiple_results=True)
 
 
 # The sums of all shards: one all-reduce for all of them together.

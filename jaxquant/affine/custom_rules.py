@@ -25,26 +25,28 @@ class _Wanted:
 def straight_through(
     value: Primitive, gradient_primitive: Primitive, to_gradient: Callable[..., dict[str, Any]]
 ) -> Callable[..., Any]:
-    """f(x, scale, zero_point, params) with gradients recomputed from exactly these three.
+    """f(params, x, scale, zero_point, *key) with gradients recomputed from exactly these operands.
 
     The forward rule binds the primitive, not the custom_vjp function, so that forward-over-reverse (hessian,
     Hessian-vector products) finds the primitives' own rules. symbolic_zeros tells which gradients are wanted.
     """
 
-    @partial(jax.custom_vjp, nondiff_argnums=(3,))
-    def function(x: Any, scale: Any, zero_point: Any, params: tuple[tuple[str, Any], ...]) -> Any:
-        return bind(value, x, scale, zero_point, **dict(params))
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def function(params: tuple[tuple[str, Any], ...], *operands: Any) -> Any:
+        return bind(value, *operands, **dict(params))
 
-    def forward(x: Any, scale: Any, zero_point: Any, params: Any) -> Any:
-        operands = (x.value, scale.value, zero_point.value)
-        wanted = _Wanted((x.perturbed, scale.perturbed, zero_point.perturbed))
-        return bind(value, *operands, **dict(params)), (operands, wanted)
+    def forward(params: Any, *operands: Any) -> Any:
+        values = tuple(operand.value for operand in operands)
+        wanted = _Wanted(tuple(operand.perturbed for operand in operands[:3]))
+        return bind(value, *values, **dict(params)), (values, wanted)
 
     def backward(params: Any, saved: Any, dy: Any) -> Any:
         operands, wanted = saved
+        constant = (None,) * (len(operands) - 3)
         if isinstance(dy, jax.custom_derivatives.SymbolicZero):
-            return None, None, None
-        return gradient(gradient_primitive, dy, *operands, want=wanted.want, **to_gradient(**dict(params)))
+            return (None, None, None, *constant)
+        found = gradient(gradient_primitive, dy, *operands, want=wanted.want, **to_gradient(**dict(params)))
+        return (*found, *constant)
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function

@@ -50,7 +50,7 @@ def dequantize(
     Array([1.5, 0. , 3.5], dtype=float32)
     """
     operands, params = _resolve(q, scale, zero_point, axis, block_shape, dtype, implementation)
-    return _straight_through(*operands, params)
+    return _straight_through(params, *operands)
 
 
 def dequantize_forward_mode(
@@ -107,14 +107,14 @@ def _reference(q: Any, scale: Any, zero_point: Any, *, dtype: Any) -> Any:
     return seal(((q.astype(scale.dtype) - full_zero) * full_scale).astype(dtype))
 
 
-def _first(dy: Any, q: Any, scale: Any, zero_point: Any, qmin: int, qmax: int) -> Any:
-    del qmin, qmax
+def _first(dy: Any, q: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, rounding: Any) -> Any:
+    del qmin, qmax, rounding
     return dy * scale, dy * (q - zero_point), -(dy * scale)
 
 
 def _smooth(dy: Any, q: Any, scale: Any, zero_point: Any, inside: Any, outside: Any) -> Any:
     del inside, outside
-    return _first(dy, q, scale, zero_point, 0, 0)
+    return _first(dy, q, scale, zero_point, 0, 0, None)
 
 
 dequantize_p = build(

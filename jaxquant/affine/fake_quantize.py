@@ -1,12 +1,12 @@
 """Fake quantisation: the value a quantised x would have, kept in floating point, with straight-through gradients.
 
-fake_quantize()  ->  fake_quantize_p  ->  ffi/affine/fake_quantize/{cpu.cc,cuda.cu}  ->  math.h
+fake_quantize()  ->  [stochastic_]fake_quantize  ->  ffi/affine/fake_quantize/{cpu.cc,cuda.cu}  ->  math.h
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ from jax.interpreters import ad
 
 from jaxquant._core import ffi
 from jaxquant._core.primitive import Operation, Result, bind, build
-from jaxquant.affine import scales
+from jaxquant.affine import scales, stochastic
 from jaxquant.affine.custom_rules import straight_through
 from jaxquant.affine.exact import over, seal
-from jaxquant.affine.straight_through import Terms, build_gradient, value_jvp
+from jaxquant.affine.straight_through import PARAMETERS, Family, Terms, build_gradient, value_jvp
 
 
 def fake_quantize(
@@ -30,6 +30,8 @@ def fake_quantize(
     qtype: Any = jnp.int8,
     qmin: int | None = None,
     qmax: int | None = None,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    key: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Rounds ``x`` to the grid of ``scale`` and ``zero_point`` and returns it in x's dtype.
@@ -47,6 +49,13 @@ def fake_quantize(
       block_shape: one block size per axis of x, -1 for the whole axis; each must divide.
       qtype: int8, uint8, int4, uint4, int2, uint2, int16 or uint16.
       qmin, qmax: the code range; by default the full range of ``qtype``.
+      rounding: "nearest" (half to even) or "stochastic": up with the probability of the fraction, so that the result is
+        x on average. It takes a key.
+      key: a threefry2x32 key, typed or its two uint32 words; as everywhere in JAX, a new one for each call. The key and
+        an element's row-major index in x alone decide its direction (`jaxquant.affine.stochastic` has the rule):
+        eager, under jit, sharded and in the backward pass alike. Under vmap each example is an array of its own: with
+        one key all of them draw the same, so map over split keys too. Inside shard_map x is the shard; fold
+        ``jax.lax.axis_index`` into the key there, or shards draw the same.
       implementation: None chooses; "ffi" the kernels; "xla" jax.numpy, which XLA may fuse.
 
     Returns:
@@ -59,14 +68,18 @@ def fake_quantize(
     else 0. For the scale ``dy * (round(x / scale) - x / scale)`` in range, ``dy * (qmax - zero_point)`` above and
     ``dy * (qmin - zero_point)`` below, summed over the elements that share it (LSQ: Esser et al., 2020); for a float
     zero point ``-scale * dy`` outside the range (LSQ+: Bhalgat et al., 2020). Second and higher order hold mask and
-    rounding residual constant. Reverse mode and forward over reverse work; for direct forward mode (``jax.jvp``) use
-    `jaxquant.forward_mode.fake_quantize`.
+    rounding residual constant. Under stochastic rounding ``round`` is what the key drew, drawn again. Reverse mode and
+    forward over reverse work; for direct forward mode (``jax.jvp``) use `jaxquant.forward_mode.fake_quantize`.
 
     >>> fake_quantize(jnp.array([0.26, 9.0]), 0.1, qtype=jnp.int4)
     Array([0.3, 0.7], dtype=float32)
+    >>> fake_quantize(jnp.full(5, 0.26), 0.1, rounding="stochastic", key=jax.random.key(0))
+    Array([...], dtype=float32)
     """
-    x, params = _resolve(x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, implementation)
-    return _straight_through(*x, params)
+    operands, params = _resolve(
+        x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, rounding, key, implementation
+    )
+    return FAKE_QUANTIZE[len(operands) > 3].straight_through(params, *operands)
 
 
 def fake_quantize_forward_mode(
@@ -79,6 +92,8 @@ def fake_quantize_forward_mode(
     qtype: Any = jnp.int8,
     qmin: int | None = None,
     qmax: int | None = None,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    key: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """`fake_quantize` without its custom_vjp: the same values, differentiable by ``jvp`` and ``linearize`` as well.
@@ -88,30 +103,33 @@ def fake_quantize_forward_mode(
     >>> jax.jvp(lambda x: fake_quantize(x, 0.5), (jnp.float32(1.2),), (jnp.float32(1.0),))
     (Array(1., dtype=float32), Array(1., dtype=float32))
     """
-    x, params = _resolve(x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, implementation)
-    return bind(fake_quantize_p, *x, **dict(params))
+    operands, params = _resolve(
+        x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, rounding, key, implementation
+    )
+    return bind(FAKE_QUANTIZE[len(operands) > 3].value, *operands, **dict(params))
 
 
-def _resolve(x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, implementation):
+def _resolve(x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, rounding, key, implementation):
     name = "fake_quantize"
     x = scales.as_float_array(name, "x", x)
     r = scales.resolve(name, x, scale, zero_point, axis, block_shape, qtype, qmin, qmax)
     implementation = ffi.check_implementation(name, implementation)
-    return (r.x, r.scale, r.zero_point), (("qmin", r.qmin), ("qmax", r.qmax), ("implementation", implementation))
+    operands, placed = stochastic.operands(name, rounding, key, r)
+    return operands, (("qmin", r.qmin), ("qmax", r.qmax), *placed, ("implementation", implementation))
 
 
-def _reference(x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int) -> Any:
+def _reference(x: Any, scale: Any, zero_point: Any, *key: Any, qmin: int, qmax: int, index_rank: int = 0) -> Any:
     """The rule in jax.numpy. The result is sealed, so that its product is not contracted into a later addition."""
     x_real = x.astype(scale.dtype)
     full_scale, full_zero = over(x_real, scale, zero_point)
-    v = jnp.round(x_real / full_scale) + full_zero
+    v = stochastic.rounding(x.shape, key, index_rank)(x_real / full_scale) + full_zero
     q = jnp.clip(v, qmin, qmax)
     return seal(((q - full_zero) * full_scale).astype(x.dtype))
 
 
-def _first(dy: Any, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int) -> Any:
+def _first(dy: Any, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, rounding: Any) -> Any:
     t = x / scale
-    rounded = jnp.round(t)
+    rounded = rounding(t)
     v = rounded + zero_point
     above, below, inside = v > qmax, v < qmin, (v >= qmin) & (v <= qmax)
     edge = jnp.where(above, qmax, qmin).astype(x.dtype) - zero_point
@@ -126,21 +144,27 @@ def _smooth(dy: Any, x: Any, scale: Any, zero_point: Any, inside: Any, outside: 
     return jnp.where(inside > 0, dy, 0), -kept * zero_point, -kept * scale
 
 
-fake_quantize_p = build(
-    Operation(
-        name="fake_quantize",
-        operands=("full", "scale", "scale"),
-        results=lambda x, scale, zero_point, **_: [Result("full", x.shape, x.dtype)],
-        reference=_reference,
-        attributes=lambda *, qmin, qmax: {"qmin": qmin, "qmax": qmax, "packed_bits": 0},
-    )
-)
-fake_quantize_gradient_p = build_gradient("fake_quantize", Terms(_first, _smooth))
-
-
 def _to_gradient(**params: Any) -> dict[str, Any]:
     return params
 
 
-ad.primitive_jvps[fake_quantize_p] = partial(value_jvp, fake_quantize_p, fake_quantize_gradient_p, _to_gradient)
-_straight_through = straight_through(fake_quantize_p, fake_quantize_gradient_p, _to_gradient)
+def _build(name: str, keyed: bool) -> Family:
+    value = build(
+        Operation(
+            name=name,
+            operands=("full", *PARAMETERS[keyed]),
+            results=lambda x, *_, **__: [Result("full", x.shape, x.dtype)],
+            reference=_reference,
+            attributes=lambda *, qmin, qmax, **_: {"qmin": qmin, "qmax": qmax, "packed_bits": 0},
+            placed=keyed,
+        )
+    )
+    slope = build_gradient(name, Terms(_first, _smooth), keyed=keyed)
+    ad.primitive_jvps[value] = partial(value_jvp, value, slope, _to_gradient)
+    return Family(value, slope, straight_through(value, slope, _to_gradient))
+
+
+# By whether it takes a key.
+FAKE_QUANTIZE = {False: _build("fake_quantize", False), True: _build("stochastic_fake_quantize", True)}
+fake_quantize_p, fake_quantize_gradient_p, _ = FAKE_QUANTIZE[False]
+stochastic_fake_quantize_p, stochastic_fake_quantize_gradient_p, _ = FAKE_QUANTIZE[True]

@@ -1,13 +1,13 @@
 """Quantisation: the integer codes of x, in an integer array or carried in floating point.
 
-quantize()           ->  quantize_p           ->  ffi/affine/quantize/{cpu.cc,cuda.cu}  ->  math.h
-quantize_backward()  ->  quantize_gradient_p  ->  the same files
+quantize()           ->  quantize or stochastic_quantize  ->  ffi/affine/quantize/{cpu.cc,cuda.cu}  ->  math.h
+quantize_backward()  ->  quantize_gradient                ->  the same files
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,10 @@ from jax.interpreters import ad
 from jaxquant._core import ffi
 from jaxquant._core.errors import refuse
 from jaxquant._core.primitive import Operation, Result, bind, build
-from jaxquant.affine import packing, qtypes, scales
+from jaxquant.affine import packing, qtypes, scales, stochastic
 from jaxquant.affine.custom_rules import straight_through
 from jaxquant.affine.exact import over, round_zero_point
-from jaxquant.affine.straight_through import X_ONLY, Terms, build_gradient, gradient, value_jvp
+from jaxquant.affine.straight_through import PARAMETERS, X_ONLY, Family, Terms, build_gradient, gradient, value_jvp
 
 
 def quantize(
@@ -34,12 +34,14 @@ def quantize(
     qmax: int | None = None,
     dtype: Any = None,
     packed: bool = False,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    key: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The codes ``clamp(round(x / scale) + zero_point, qmin, qmax)`` of ``x``, rounding half to even.
+    """The codes ``clamp(round(x / scale) + zero_point, qmin, qmax)`` of ``x``, rounding half to even by default.
 
     Args:
-      x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, implementation: as for `fake_quantize`.
+      x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, rounding, key, implementation: as for `fake_quantize`.
       dtype: None returns the code type's container (int4, uint4, int2 and uint2 codes live in int8 or uint8). A
         floating dtype carries the codes as floating-point numbers: the function is then differentiable. It must hold
         every code exactly (bfloat16 holds integers to 256, float16 to 2048), otherwise TypeError.
@@ -60,14 +62,28 @@ def quantize(
     Array([2., 0.], dtype=float32)
     """
     return _quantize(
-        "quantize", x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, dtype, packed, implementation
+        "quantize",
+        x,
+        scale,
+        zero_point,
+        axis,
+        block_shape,
+        qtype,
+        qmin,
+        qmax,
+        dtype,
+        packed,
+        rounding,
+        key,
+        implementation,
     )
 
 
 def _quantize(*arguments: Any) -> jax.Array:
     operands, params, cast = _resolve(*arguments)
     floating = jnp.issubdtype(dict(params)["out_dtype"], jnp.floating)
-    out = _straight_through(*operands, params) if floating else bind(quantize_p, *operands, **dict(params))
+    family = QUANTIZE[len(operands) > 3]
+    out = family.straight_through(params, *operands) if floating else bind(family.value, *operands, **dict(params))
     return out.astype(cast)
 
 
@@ -83,6 +99,8 @@ def quantize_forward_mode(
     qmax: int | None = None,
     dtype: Any = None,
     packed: bool = False,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    key: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """`quantize` without its custom_vjp: the same values, differentiable by ``jvp`` and ``linearize`` as well.
@@ -91,9 +109,22 @@ def quantize_forward_mode(
     (Array(2., dtype=float32), Array(2., dtype=float32))
     """
     operands, params, cast = _resolve(
-        "quantize", x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, dtype, packed, implementation
+        "quantize",
+        x,
+        scale,
+        zero_point,
+        axis,
+        block_shape,
+        qtype,
+        qmin,
+        qmax,
+        dtype,
+        packed,
+        rounding,
+        key,
+        implementation,
     )
-    return bind(quantize_p, *operands, **dict(params)).astype(cast)
+    return bind(QUANTIZE[len(operands) > 3].value, *operands, **dict(params)).astype(cast)
 
 
 def quantize_backward(
@@ -138,7 +169,7 @@ def _quantize_backward(
     r = scales.resolve(name, x, scale, zero_point, axis, block_shape, qtype, qmin, qmax)
     implementation = ffi.check_implementation(name, implementation)
     dx, _, _ = gradient(
-        quantize_gradient_p,
+        QUANTIZE[False].gradient,
         dy,
         r.x,
         r.scale,
@@ -162,6 +193,8 @@ def quantize_per_channel(
     qmax: int | None = None,
     dtype: Any = None,
     packed: bool = False,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    key: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """`quantize` with one scale for each index of ``axis``.
@@ -171,7 +204,7 @@ def quantize_per_channel(
       scale: ``[C]``, C the length of x along ``axis``.
       zero_point: ``[C]``, a scalar or None.
       axis: the channel axis; negative counts from the end.
-      qtype, qmin, qmax, dtype, packed, implementation: as for `quantize`.
+      qtype, qmin, qmax, dtype, packed, rounding, key, implementation: as for `quantize`.
 
     Returns, raises, gradients: as `quantize`.
 
@@ -180,7 +213,20 @@ def quantize_per_channel(
            [4, 4]], dtype=int8)
     """
     return _quantize(
-        "quantize_per_channel", x, scale, zero_point, axis, None, qtype, qmin, qmax, dtype, packed, implementation
+        "quantize_per_channel",
+        x,
+        scale,
+        zero_point,
+        axis,
+        None,
+        qtype,
+        qmin,
+        qmax,
+        dtype,
+        packed,
+        rounding,
+        key,
+        implementation,
     )
 
 
@@ -217,7 +263,9 @@ def quantize_per_channel_backward(
     )
 
 
-def _resolve(name, x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, dtype, packed, implementation):
+def _resolve(
+    name, x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, dtype, packed, rounding, key, implementation
+):
     """Operands, parameters of the primitive, and the dtype that the caller wants its result in."""
     x = scales.as_float_array(name, "x", x)
     r = scales.resolve(name, x, scale, zero_point, axis, block_shape, qtype, qmin, qmax)
@@ -238,23 +286,34 @@ def _resolve(name, x, scale, zero_point, axis, block_shape, qtype, qmin, qmax, d
             # The kernel writes x's type or float32; the codes are exact in either, or it is not used.
             out_dtype = cast if cast == x.dtype else jnp.dtype(jnp.float32)
     implementation = ffi.check_implementation(name, implementation)
+    operands, placed = stochastic.operands(name, rounding, key, r)
     params = (
-        ("qmin", r.qmin), ("qmax", r.qmax), ("out_dtype", out_dtype), ("packed_bits", packed_bits),
+        ("qmin", r.qmin), ("qmax", r.qmax), ("out_dtype", out_dtype), ("packed_bits", packed_bits), *placed,
         ("implementation", implementation),
     )  # fmt: skip
-    return (r.x, r.scale, r.zero_point), params, cast
+    return operands, params, cast
 
 
-def _results(x: Any, scale: Any, zero_point: Any, *, out_dtype: Any, packed_bits: int, **_: Any) -> list[Result]:
+def _results(x: Any, *_: Any, out_dtype: Any, packed_bits: int, **__: Any) -> list[Result]:
     if packed_bits:
         return [Result("packed", packing.packed_shape(x.shape, packed_bits), jnp.uint8)]
     return [Result("full", x.shape, out_dtype)]
 
 
-def _reference(x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, out_dtype: Any, packed_bits: int) -> Any:
+def _reference(
+    x: Any,
+    scale: Any,
+    zero_point: Any,
+    *key: Any,
+    qmin: int,
+    qmax: int,
+    out_dtype: Any,
+    packed_bits: int,
+    index_rank: int = 0,
+) -> Any:
     x_real = x.astype(scale.dtype)
     full_scale, full_zero = over(x_real, scale, zero_point)
-    v = jnp.round(x_real / full_scale) + full_zero
+    v = stochastic.rounding(x.shape, key, index_rank)(x_real / full_scale) + full_zero
     v = jnp.where(v == v, v, scales.spread(round_zero_point(zero_point), x.shape))
     # As in the kernels, even a NaN zero point gives a code.
     q = jnp.minimum(jnp.where(v >= qmin, v, qmin), qmax)
@@ -265,9 +324,9 @@ def _reference(x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, out
     return q.astype(out_dtype)
 
 
-def _first(dy: Any, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int) -> Any:
+def _first(dy: Any, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, rounding: Any) -> Any:
     t = x / scale
-    v = jnp.round(t) + zero_point
+    v = rounding(t) + zero_point
     inside = (v >= qmin) & (v <= qmax)
     slope = dy / scale
     return jnp.where(inside, slope, 0), jnp.where(inside, -(slope * t), 0), jnp.where(inside, dy, 0)
@@ -280,26 +339,32 @@ def _smooth(dy: Any, x: Any, scale: Any, zero_point: Any, inside: Any, outside: 
     return dy / scale, -(dy / scale) * (x / scale), dy
 
 
-def _attributes(*, qmin: int, qmax: int, out_dtype: Any, packed_bits: int) -> dict[str, int]:
-    del out_dtype
+def _attributes(*, qmin: int, qmax: int, packed_bits: int, **_: Any) -> dict[str, int]:
     return {"qmin": qmin, "qmax": qmax, "packed_bits": packed_bits}
 
 
-quantize_p = build(
-    Operation(
-        name="quantize",
-        operands=("full", "scale", "scale"),
-        results=_results,
-        reference=_reference,
-        attributes=_attributes,
+def _to_gradient(*, out_dtype: Any, packed_bits: int, **params: Any) -> dict[str, Any]:
+    del out_dtype, packed_bits
+    return params
+
+
+def _build(name: str, keyed: bool) -> Family:
+    value = build(
+        Operation(
+            name=name,
+            operands=("full", *PARAMETERS[keyed]),
+            results=_results,
+            reference=_reference,
+            attributes=_attributes,
+            placed=keyed,
+        )
     )
-)
-quantize_gradient_p = build_gradient("quantize", Terms(_first, _smooth))
+    slope = build_gradient(name, Terms(_first, _smooth), keyed=keyed)
+    ad.primitive_jvps[value] = partial(value_jvp, value, slope, _to_gradient)
+    return Family(value, slope, straight_through(value, slope, _to_gradient))
 
 
-def _to_gradient(*, qmin: int, qmax: int, implementation: str | None, **_: Any) -> dict[str, Any]:
-    return {"qmin": qmin, "qmax": qmax, "implementation": implementation}
-
-
-ad.primitive_jvps[quantize_p] = partial(value_jvp, quantize_p, quantize_gradient_p, _to_gradient)
-_straight_through = straight_through(quantize_p, quantize_gradient_p, _to_gradient)
+# By whether it takes a key.
+QUANTIZE = {False: _build("quantize", False), True: _build("stochastic_quantize", True)}
+quantize_p, quantize_gradient_p, _ = QUANTIZE[False]
+stochastic_quantize_p, stochastic_quantize_gradient_p, _ = QUANTIZE[True]

@@ -1,6 +1,6 @@
 """Gradients of the affine operations: one primitive each, and the rules that make them differentiable again.
 
-For an operation f(x, scale, zero_point) the primitive `<f>_gradient` maps an upstream gradient to dx, dscale and
+For an operation f(x, scale, zero_point, *key) the primitive `<f>_gradient` maps an upstream gradient to dx, dscale and
 dzero_point, in one pass, computing only what is wanted. It is linear in the upstream gradient, and everything else
 follows from it:
 
@@ -22,8 +22,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jaxquant._core import compat
-from jaxquant._core.primitive import Operation, Result, bind, build
-from jaxquant.affine import scales
+from jaxquant._core.primitive import Operation, Result, Role, bind, build
+from jaxquant.affine import scales, stochastic
 from jaxquant.affine.exact import over, seal
 
 # What a gradient primitive computes: dx, dscale, dzero_point.
@@ -31,12 +31,26 @@ Want = tuple[bool, bool, bool]
 X_ONLY: Want = (True, False, False)
 PARAMETERS_ONLY: Want = (False, True, True)
 
+# The roles of scale and zero point and, of a keyed operation, of the two words of its key.
+PARAMETERS: dict[bool, tuple[Role, ...]] = {
+    False: ("scale", "scale"),
+    True: ("scale", "scale", "scale", "scale"),
+}
+
+
+class Family(NamedTuple):
+    """An operation's primitives and its function with gradients: f(params, x, scale, zero_point, *key)."""
+
+    value: Primitive
+    gradient: Primitive
+    straight_through: Callable[..., Any]
+
 
 class Terms(NamedTuple):
     """One operation's derivatives.
 
-    first(dy, x, scale, zero_point, qmin, qmax) -> terms of (dx, dscale, dzero_point), full-sized, in the arithmetic
-    type, from full-sized parameters.
+    first(dy, x, scale, zero_point, qmin, qmax, rounding) -> terms of (dx, dscale, dzero_point), full-sized, in the
+    arithmetic type, from full-sized parameters.
     smooth(dy, x, scale, zero_point, inside, outside) -> the same terms as functions that jax may differentiate, with
     the rounding residual left out and the indicators constant: the derivatives of `first` in x, scale and zero_point.
     """
@@ -45,16 +59,20 @@ class Terms(NamedTuple):
     smooth: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
-def build_gradient(name: str, terms: Terms) -> Primitive:
-    """The primitive `<name>_gradient`: (dy, x, scale, zero_point) -> the wanted ones of dx, dscale, dzero_point."""
+def build_gradient(name: str, terms: Terms, *, keyed: bool = False) -> Primitive:
+    """The primitive `<name>_gradient`: (dy, x, scale, zero_point) -> the wanted ones of dx, dscale, dzero_point.
+
+    keyed: of stochastic rounding, whose key (two more operands) tells again how each element was rounded.
+    """
     operation = Operation(
         name=f"{name}_gradient",
-        operands=("full", "full", "scale", "scale"),
+        operands=("full", "full", *PARAMETERS[keyed]),
+        placed=keyed,
         results=_results,
         pad_results=_padded_results,
         scratch=_scratch,
         reference=partial(_reference, terms.first),
-        attributes=lambda *, qmin, qmax, want: {
+        attributes=lambda *, qmin, qmax, want, **_: {
             "qmin": qmin,
             "qmax": qmax,
             "want": sum(w << i for i, w in enumerate(want)),
@@ -67,9 +85,9 @@ def build_gradient(name: str, terms: Terms) -> Primitive:
 
 
 def _padded_results(
-    dy: Any, x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, want: Want
+    dy: Any, x: Any, scale: Any, zero_point: Any, *key: Any, want: Want, **params: Any
 ) -> list[Result | None]:
-    del dy, zero_point, qmin, qmax
+    del dy, zero_point, key, params
     every = (
         Result("full", x.shape, x.dtype),
         Result("scale", scale.shape, scale.dtype),
@@ -82,9 +100,9 @@ def _results(*operands: Any, **params: Any) -> list[Result]:
     return [result for result in _padded_results(*operands, **params) if result is not None]
 
 
-def _scratch(dy: Any, x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, want: Want) -> Result:
+def _scratch(dy: Any, x: Any, scale: Any, zero_point: Any, *key: Any, want: Want, **params: Any) -> Result:
     """Room for the chunk sums of both reductions (see ffi/affine/arguments.h)."""
-    del dy, zero_point, qmin, qmax
+    del dy, zero_point, key, params
     terms, sums = 1, 1
     for n, m in zip(x.shape, scale.shape, strict=True):
         terms, sums = terms * (1 if m == n else n // m if m else 1), sums * m
@@ -100,11 +118,21 @@ def _scratch(dy: Any, x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: i
 
 
 def _reference(
-    first: Callable[..., Any], dy: Any, x: Any, scale: Any, zero_point: Any, *, qmin: int, qmax: int, want: Want
+    first: Callable[..., Any],
+    dy: Any,
+    x: Any,
+    scale: Any,
+    zero_point: Any,
+    *key: Any,
+    qmin: int,
+    qmax: int,
+    want: Want,
+    index_rank: int = 0,
 ) -> list[Any]:
     real = scale.dtype
     x_real = x.astype(real)
-    terms = first(dy.astype(real), x_real, *over(x_real, scale, zero_point), qmin, qmax)
+    rounding = stochastic.rounding(x.shape, key, index_rank)
+    terms = first(dy.astype(real), x_real, *over(x_real, scale, zero_point), qmin, qmax, rounding)
     results = []
     if want[0]:
         results.append(seal(terms[0].astype(x.dtype)))
@@ -115,25 +143,28 @@ def _reference(
 # ------------------------------------------------------------------------------------------------------ differentiation
 
 
-def parameter_derivatives(primitive: Primitive, x: Any, scale: Any, zero_point: Any, **params: Any) -> list[Any]:
+def parameter_derivatives(
+    primitive: Primitive, x: Any, scale: Any, zero_point: Any, *key: Any, **params: Any
+) -> list[Any]:
     """The derivatives of the operation in scale and zero point at every element, in the arithmetic type."""
     real = scale.dtype
     x = x.astype(real)
     full_scale, full_zero = scales.spread(scale, x.shape), scales.spread(zero_point, x.shape)
-    return bind(primitive, jnp.ones_like(x), x, full_scale, full_zero, **{**params, "want": PARAMETERS_ONLY})
+    return bind(primitive, jnp.ones_like(x), x, full_scale, full_zero, *key, **{**params, "want": PARAMETERS_ONLY})
 
 
 def tangent(primitive: Primitive, operands: Any, tangents: Any, dtype: Any, **params: Any) -> Any:
     """The tangent of the operation itself, from its gradient primitive. None: zero."""
-    x, scale, zero_point = operands
-    x_dot, scale_dot, zero_dot = tangents
+    x, scale, zero_point, *key = operands
+    x_dot, scale_dot, zero_dot = tangents[:3]
     parts = []
     if x_dot is not None:
         like = _gradient_dtype(x.dtype, dtype)
-        (dx,) = bind(primitive, x_dot.astype(like), x.astype(like), scale, zero_point, **{**params, "want": X_ONLY})
+        full = (x_dot.astype(like), x.astype(like))
+        (dx,) = bind(primitive, *full, scale, zero_point, *key, **{**params, "want": X_ONLY})
         parts.append(dx.astype(dtype))
     if scale_dot is not None or zero_dot is not None:
-        by_scale, by_zero = parameter_derivatives(primitive, x, scale, zero_point, **params)
+        by_scale, by_zero = parameter_derivatives(primitive, x, scale, zero_point, *key, **params)
         if scale_dot is not None:
             parts.append((by_scale * scales.spread(scale_dot, x.shape)).astype(dtype))
         if zero_dot is not None:
@@ -152,7 +183,7 @@ def _gradient_dtype(x: Any, dy: Any) -> Any:
 
 
 def gradient(
-    primitive: Primitive, dy: Any, x: Any, scale: Any, zero_point: Any, *, want: Want, **params: Any
+    primitive: Primitive, dy: Any, x: Any, scale: Any, zero_point: Any, *key: Any, want: Want, **params: Any
 ) -> tuple[Any, Any, Any]:
     """dx in x's type, dscale and dzero_point, None where not wanted; dy and x may have different float types."""
     if not any(want):
@@ -160,7 +191,7 @@ def gradient(
     like = _gradient_dtype(x.dtype, dy.dtype)
     if scale.dtype != jnp.float64 and like == jnp.float64:
         like = jnp.dtype(jnp.float32)
-    results = iter(bind(primitive, dy.astype(like), x.astype(like), scale, zero_point, want=want, **params))
+    results = iter(bind(primitive, dy.astype(like), x.astype(like), scale, zero_point, *key, want=want, **params))
     dx, dscale, dzero = (next(results) if wanted else None for wanted in want)
     return (dx.astype(x.dtype) if dx is not None and jnp.issubdtype(x.dtype, jnp.floating) else dx), dscale, dzero
 
@@ -183,16 +214,16 @@ def value_jvp(
 
 
 def _jvp(primitive: Primitive, terms: Terms, primals: Any, tangents: Any, *, want: Want, **params: Any) -> Any:
-    dy, x, scale, zero_point = primals
+    dy, x, scale, zero_point, *key = primals
     out = bind(primitive, *primals, want=want, **params)
     dots = [None if compat.is_zero(t) else t for t in tangents]
     sums = [jnp.zeros_like(o) for o in out]
     if dots[0] is not None:
-        sums = bind(primitive, dots[0], x, scale, zero_point, want=want, **params)
-    if any(dot is not None for dot in dots[1:]):
+        sums = bind(primitive, dots[0], x, scale, zero_point, *key, want=want, **params)
+    if any(dot is not None for dot in dots[1:4]):
         real = scale.dtype
         shape = x.shape
-        inside, outside = terms_indicators(x.astype(real), scale, zero_point, params)
+        inside, outside = terms_indicators(x.astype(real), scale, zero_point, key, params)
 
         def smooth(x: Any, scale: Any, zero_point: Any) -> list[Any]:
             full_scale, full_zero = scales.spread(scale, shape), scales.spread(zero_point, shape)
@@ -201,30 +232,39 @@ def _jvp(primitive: Primitive, terms: Terms, primals: Any, tangents: Any, *, wan
             return [term for term, wanted in zip(every, want, strict=True) if wanted]
 
         args = (x, scale, zero_point)
-        filled = tuple(jnp.zeros_like(a) if dot is None else dot for a, dot in zip(args, dots[1:], strict=True))
+        filled = tuple(jnp.zeros_like(a) if dot is None else dot for a, dot in zip(args, dots[1:4], strict=True))
         _, extra = jax.jvp(smooth, args, filled)
         sums = [a + b.astype(a.dtype) for a, b in zip(sums, extra, strict=True)]
     return out, sums
 
 
-def terms_indicators(x: Any, scale: Any, zero_point: Any, params: dict[str, Any]) -> tuple[Any, Any]:
+def terms_indicators(x: Any, scale: Any, zero_point: Any, key: Any, params: dict[str, Any]) -> tuple[Any, Any]:
     """1 where the rounded value was in range, and 1 where it was out (NaN is neither), as constants."""
-    from jaxquant.affine.fake_quantize import fake_quantize_gradient_p
+    from jaxquant.affine.fake_quantize import FAKE_QUANTIZE
 
+    primitive = FAKE_QUANTIZE[bool(key)].gradient
     inside, out_scale = None, None
     x, scale, zero_point = map(jax.lax.stop_gradient, (x, scale, zero_point))
-    (inside,) = bind(fake_quantize_gradient_p, jnp.ones_like(x), x, scale, zero_point, want=X_ONLY, **params)
-    _, out_scale = parameter_derivatives(fake_quantize_gradient_p, x, scale, zero_point, **params)
+    (inside,) = bind(primitive, jnp.ones_like(x), x, scale, zero_point, *key, want=X_ONLY, **params)
+    _, out_scale = parameter_derivatives(primitive, x, scale, zero_point, *key, **params)
     return jax.lax.stop_gradient(inside), jax.lax.stop_gradient((out_scale != 0).astype(x.dtype))
 
 
 def _transpose(
-    primitive: Primitive, cotangents: Any, dy: Any, x: Any, scale: Any, zero_point: Any, *, want: Want, **params: Any
+    primitive: Primitive,
+    cotangents: Any,
+    dy: Any,
+    x: Any,
+    scale: Any,
+    zero_point: Any,
+    *key: Any,
+    want: Want,
+    **params: Any,
 ) -> Any:
     if not ad.is_undefined_primal(dy):
         raise NotImplementedError(f"{primitive.name} is linear in dy only.")
     given = iter(cotangents)
     of_x, of_scale, of_zero = (next(given) if wanted else None for wanted in want)
     tangents = [None if ct is None or compat.is_zero(ct) else ct for ct in (of_x, of_scale, of_zero)]
-    ct = tangent(primitive, (x, scale, zero_point), tangents, dy.aval.dtype, **params)
-    return (ad.Zero(dy.aval) if ct is None else ct), None, None, None
+    ct = tangent(primitive, (x, scale, zero_point, *key), tangents, dy.aval.dtype, **params)
+    return (ad.Zero(dy.aval) if ct is None else ct), *(None for _ in (x, scale, zero_point, *key))

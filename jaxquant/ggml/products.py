@@ -29,12 +29,17 @@ from jaxquant.ggml.layout import PREPARED_ROWS, arrange
 from jaxquant.ggml.qtensor import QTensor
 
 
-def linear(x: Any, w: QTensor, *, lhs_qtype: Any = jnp.int8, implementation: str | None = None) -> jax.Array:
+def linear(
+    x: Any, w: QTensor, *, index: Any = None, lhs_qtype: Any = jnp.int8, implementation: str | None = None
+) -> jax.Array:
     """``x @ w.T`` with a block-quantised matrix.
 
     Args:
       x: activations ``[..., k]``, float32, float16 or bfloat16.
-      w: a `QTensor` of shape ``[n, k]``, plain or prepared.
+      w: a `QTensor` of shape ``[n, k]``, plain or prepared; with ``index``, ``[layers, n, k]``.
+      index: an integer, traced or not: the matrix of a stack. In a loop over layers the stack stays where it is, while
+        ``w[index]``, or the slices that ``lax.scan`` takes, would copy every matrix before it is multiplied. Under jit
+        an index out of range gives zeros.
       lhs_qtype: ``jnp.int8``: activations are quantised on the way, 32 values to a float32 scale, and the product is
         of integers; a normalised mean squared error below 1e-4 against exact products of Gaussian activations. None:
         float activations, the weights exactly as dequantised, sums in float32. F32, F16 and BF16 weights are always
@@ -57,8 +62,18 @@ def linear(x: Any, w: QTensor, *, lhs_qtype: Any = jnp.int8, implementation: str
     """
     name = "linear"
     x = _check_x(name, x)
-    data = _check_weight(name, w, 2, "[n, k]")
+    data = _check_weight(name, w, 2 if index is None else 3, "[n, k]" if index is None else "[layers, n, k] with index")
     _check_columns(name, x, w)
+    if index is not None:
+        if _is_known(index) and np.asarray(index).size and np.asarray(index).min() < 0:
+            raise refuse(name, "index", f"0 to {w.shape[0] - 1}", str(index), "count from the front")
+        index = _check_ids(name, index, w.shape[0], "index")
+        if index.ndim != 0:
+            raise refuse(name, "index", "one integer", f"shape {index.shape}", "see moe_linear for several")
+        rows = x.reshape(-1, 1, x.shape[-1])
+        ids = jnp.broadcast_to(index, (rows.shape[0], 1))
+        out = bind(ggml_moe_linear_p, rows, data, ids, **_params(name, w, lhs_qtype, implementation))
+        return out.reshape(*x.shape[:-1], w.shape[1])
     out = bind(
         ggml_linear_p,
         x.reshape(1, -1, x.shape[-1]) if x.ndim != 2 else x[None],
@@ -172,15 +187,15 @@ def _check_columns(name: str, x: Any, w: QTensor) -> None:
         raise refuse(name, "x", f"{w.shape[-1]} values along the last axis", str(x.shape), remedy)
 
 
-def _check_ids(name: str, ids: Any, experts: int) -> jax.Array:
+def _check_ids(name: str, ids: Any, experts: int, operand: str = "ids") -> jax.Array:
     if _is_known(ids):
         known = np.asarray(ids)
         if known.size and np.issubdtype(known.dtype, np.integer) and (known.min() < -1 or known.max() >= experts):
             worst = known.min() if known.min() < -1 else known.max()
-            raise refuse(name, "ids", f"-1 for none, or 0 to {experts - 1}", str(worst), "mark padding with -1")
+            raise refuse(name, operand, f"-1 for none, or 0 to {experts - 1}", str(worst), "mark padding with -1")
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise refuse(name, "ids", "integers", ids.dtype.name, "convert them", TypeError)
+        raise refuse(name, operand, "integers", ids.dtype.name, "convert them", TypeError)
     if ids.dtype == jnp.int32:
         return ids
     inside = (ids >= 0) & (ids <= np.iinfo(np.int32).max if ids.dtype.itemsize >= 4 else True)

@@ -22,8 +22,7 @@ typename Loops<Real>::Map ValueLoop(DType x, DType out) {
 }  // namespace
 
 extern const AffineLoops dequantize_loops;
-const AffineLoops dequantize_loops = {LoopsOf<Dequantize, float>(ValueLoop<float>),
-                                      LoopsOf<Dequantize, double>(ValueLoop<double>)};
+const AffineLoops dequantize_loops = LoopsOf<Dequantize>(ValueLoop<float>, ValueLoop<double>);
 
 }  // namespace JQ_ISA
 }  // namespace jq

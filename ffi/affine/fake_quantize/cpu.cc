@@ -6,17 +6,19 @@ namespace jq {
 namespace JQ_ISA {
 namespace {
 
-template <typename Real>
+template <typename Math, typename Real>
 typename Loops<Real>::Map ValueLoop(DType x, DType out) {
   if (x != kRealType<Real> || out != kRealType<Real>) return nullptr;
-  return MapLoop<ValueOf<FakeQuantize>, Real, Real, Real>;
+  return MapLoop<ValueOf<Math>, Real, Real, Real>;
 }
 
 }  // namespace
 
-extern const AffineLoops fake_quantize_loops;
-const AffineLoops fake_quantize_loops = {LoopsOf<FakeQuantize, float>(ValueLoop<float>),
-                                         LoopsOf<FakeQuantize, double>(ValueLoop<double>)};
+extern const AffineLoops fake_quantize_loops, stochastic_fake_quantize_loops;
+const AffineLoops fake_quantize_loops =
+    LoopsOf<FakeQuantize>(ValueLoop<FakeQuantize, float>, ValueLoop<FakeQuantize, double>);
+const AffineLoops stochastic_fake_quantize_loops =
+    LoopsOf<Keyed<FakeQuantize>>(ValueLoop<Keyed<FakeQuantize>, float>, ValueLoop<Keyed<FakeQuantize>, double>);
 
 }  // namespace JQ_ISA
 }  // namespace jq

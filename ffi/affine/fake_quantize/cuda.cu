@@ -5,18 +5,23 @@
 namespace jq {
 namespace {
 
-using Value = ValueOf<FakeQuantize>;
-constexpr CudaMap kValue[] = {
-    MapEntry<Value, float, float, float>(),
-    MapEntry<Value, float, Float16, Float16>(),
-    MapEntry<Value, float, BFloat16, BFloat16>(),
-    MapEntry<Value, double, double, double>(),
+template <typename Math>
+struct Entries {
+  using Value = ValueOf<Math>;
+  static constexpr CudaMap kValue[] = {
+      MapEntry<Value, float, float, float>(),
+      MapEntry<Value, float, Float16, Float16>(),
+      MapEntry<Value, float, BFloat16, BFloat16>(),
+      MapEntry<Value, double, double, double>(),
+  };
+  static constexpr CudaKernels kKernels = {
+      TableOf(kValue), {}, {}, {}, {}, TableOf(Gradients<Math>::kInX), TableOf(Gradients<Math>::kAll),
+  };
 };
 
 }  // namespace
 
-const CudaKernels fake_quantize_cuda = {
-    TableOf(kValue), {}, {}, {}, {}, TableOf(Gradients<FakeQuantize>::kInX), TableOf(Gradients<FakeQuantize>::kAll),
-};
+const CudaKernels fake_quantize_cuda = Entries<FakeQuantize>::kKernels;
+const CudaKernels stochastic_fake_quantize_cuda = Entries<Keyed<FakeQuantize>>::kKernels;
 
 }  // namespace jq

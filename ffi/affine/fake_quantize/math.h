@@ -1,14 +1,15 @@
 // fake_quantize: the value a quantised x would have. See jaxquant/affine/fake_quantize.py.
 #pragma once
 
-#include "ffi/common/numeric.h"
+#include "ffi/affine/rounding.h"
 
 namespace jq {
 
 struct FakeQuantize {
-  template <typename Real>
-  static JQ_HOST_DEVICE Real Value(Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
-    const Real v = scale.RoundedQuotient(x) + zero_point;
+  template <typename Real, typename Rounding = Nearest>
+  static JQ_HOST_DEVICE Real Value(Real x, Divisor<Real> scale, Real zero_point, Range<Real> range,
+                                   Rounding rounding = {}) {
+    const Real v = rounding.RoundedQuotient(scale, x) + zero_point;
     return (Clamp(v, range) - zero_point) * scale.scale;  // NaN passes through Clamp
   }
 
@@ -17,9 +18,11 @@ struct FakeQuantize {
   struct Gradient {
     Real dx, dscale, dzero_point;
 
-    static JQ_HOST_DEVICE Gradient Of(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
+    template <typename Rounding = Nearest>
+    static JQ_HOST_DEVICE Gradient Of(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range,
+                                      Rounding rounding = {}) {
       const Real t = scale.Quotient(x);
-      const Real rounded = RoundHalfToEven(t);
+      const Real rounded = rounding.Round(t);
       const Real v = rounded + zero_point;
       const bool below = v < range.qmin;
       const bool above = v > range.qmax;

@@ -6,9 +6,9 @@ namespace jq {
 namespace JQ_ISA {
 namespace {
 
-template <typename Real>
+template <typename Math, typename Real>
 typename Loops<Real>::Map ValueLoop(DType x, DType out) {
-  using Value = ValueOf<Quantize>;
+  using Value = ValueOf<Math>;
   if (x != kRealType<Real>) return nullptr;
   switch (out) {
     case DType::kI8: return MapLoop<Value, Real, Real, int8_t>;
@@ -21,9 +21,10 @@ typename Loops<Real>::Map ValueLoop(DType x, DType out) {
 
 }  // namespace
 
-extern const AffineLoops quantize_loops;
-const AffineLoops quantize_loops = {LoopsOf<Quantize, float>(ValueLoop<float>),
-                                    LoopsOf<Quantize, double>(ValueLoop<double>)};
+extern const AffineLoops quantize_loops, stochastic_quantize_loops;
+const AffineLoops quantize_loops = LoopsOf<Quantize>(ValueLoop<Quantize, float>, ValueLoop<Quantize, double>);
+const AffineLoops stochastic_quantize_loops =
+    LoopsOf<Keyed<Quantize>>(ValueLoop<Keyed<Quantize>, float>, ValueLoop<Keyed<Quantize>, double>);
 
 }  // namespace JQ_ISA
 }  // namespace jq

@@ -5,19 +5,9 @@
 namespace jq {
 namespace {
 
-using Value = ValueOf<Quantize>;
-constexpr CudaMap kValue[] = {
-    MapEntry<Value, float, float, Code8>(),     MapEntry<Value, float, float, Code16>(),
-    MapEntry<Value, float, float, float>(),     MapEntry<Value, float, Float16, Code8>(),
-    MapEntry<Value, float, Float16, Code16>(),  MapEntry<Value, float, Float16, Float16>(),
-    MapEntry<Value, float, Float16, float>(),   MapEntry<Value, float, BFloat16, Code8>(),
-    MapEntry<Value, float, BFloat16, Code16>(), MapEntry<Value, float, BFloat16, BFloat16>(),
-    MapEntry<Value, float, BFloat16, float>(),  MapEntry<Value, double, double, Code8>(),
-    MapEntry<Value, double, double, Code16>(),  MapEntry<Value, double, double, double>(),
-};
-
-template <int bits>
-struct PackedValue {
+template <typename Math, int bits>
+struct PackedEntries {
+  using Value = ValueOf<Math>;
   static constexpr CudaMap kAll[] = {
       MapEntry<Value, float, float, Packed<bits>>(),
       MapEntry<Value, float, Float16, Packed<bits>>(),
@@ -26,16 +16,32 @@ struct PackedValue {
   };
 };
 
+template <typename Math>
+struct Entries {
+  using Value = ValueOf<Math>;
+  static constexpr CudaMap kValue[] = {
+      MapEntry<Value, float, float, Code8>(),     MapEntry<Value, float, float, Code16>(),
+      MapEntry<Value, float, float, float>(),     MapEntry<Value, float, Float16, Code8>(),
+      MapEntry<Value, float, Float16, Code16>(),  MapEntry<Value, float, Float16, Float16>(),
+      MapEntry<Value, float, Float16, float>(),   MapEntry<Value, float, BFloat16, Code8>(),
+      MapEntry<Value, float, BFloat16, Code16>(), MapEntry<Value, float, BFloat16, BFloat16>(),
+      MapEntry<Value, float, BFloat16, float>(),  MapEntry<Value, double, double, Code8>(),
+      MapEntry<Value, double, double, Code16>(),  MapEntry<Value, double, double, double>(),
+  };
+  static constexpr CudaKernels kKernels = {
+      TableOf(kValue),
+      AnyMapEntry<Value, float>(),
+      AnyMapEntry<Value, double>(),
+      TableOf(PackedEntries<Math, 4>::kAll),
+      TableOf(PackedEntries<Math, 2>::kAll),
+      TableOf(Gradients<Math>::kInX),
+      TableOf(Gradients<Math>::kAll),
+  };
+};
+
 }  // namespace
 
-const CudaKernels quantize_cuda = {
-    TableOf(kValue),
-    AnyMapEntry<Value, float>(),
-    AnyMapEntry<Value, double>(),
-    TableOf(PackedValue<4>::kAll),
-    TableOf(PackedValue<2>::kAll),
-    TableOf(Gradients<Quantize>::kInX),
-    TableOf(Gradients<Quantize>::kAll),
-};
+const CudaKernels quantize_cuda = Entries<Quantize>::kKernels;
+const CudaKernels stochastic_quantize_cuda = Entries<Keyed<Quantize>>::kKernels;
 
 }  // namespace jq

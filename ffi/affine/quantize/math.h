@@ -1,14 +1,15 @@
 // quantize: the code of x. See jaxquant/affine/quantize.py.
 #pragma once
 
-#include "ffi/common/numeric.h"
+#include "ffi/affine/rounding.h"
 
 namespace jq {
 
 struct Quantize {
-  template <typename Real>
-  static JQ_HOST_DEVICE Real Value(Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
-    const Real v = scale.RoundedQuotient(x) + zero_point;
+  template <typename Real, typename Rounding = Nearest>
+  static JQ_HOST_DEVICE Real Value(Real x, Divisor<Real> scale, Real zero_point, Range<Real> range,
+                                   Rounding rounding = {}) {
+    const Real v = rounding.RoundedQuotient(scale, x) + zero_point;
     const Real code = v == v ? v : zero_point;  // NaN has no code; the zero point's dequantises to 0
     // Even a NaN zero point gives a code: no conversion to integer ever meets a NaN.
     return ClampNumber(code, range);
@@ -19,9 +20,11 @@ struct Quantize {
   struct Gradient {
     Real dx, dscale, dzero_point;
 
-    static JQ_HOST_DEVICE Gradient Of(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range) {
+    template <typename Rounding = Nearest>
+    static JQ_HOST_DEVICE Gradient Of(Real dy, Real x, Divisor<Real> scale, Real zero_point, Range<Real> range,
+                                      Rounding rounding = {}) {
       const Real t = scale.Quotient(x);
-      const Real v = RoundHalfToEven(t) + zero_point;
+      const Real v = rounding.Round(t) + zero_point;
       const bool inside = (v >= range.qmin) & (v <= range.qmax);
       const Real slope = scale.Divide(dy);
       Gradient g;

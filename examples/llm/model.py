@@ -1,0 +1,313 @@
+"""A Llama-family decoder on block-quantised weights, straight from a GGUF file.
+
+The weights of a layer are QTensors stacked over the layers; `lax.scan` walks over the layer's number, and the products
+pick their matrix from the stack in place. Nothing is dequantised as a whole. RMSNorm, rotary embeddings, grouped-query
+attention, SwiGLU; with experts, the Mixtral layout.
+
+    params, config = load("model.gguf")
+    hidden, cache = decode(params, config, tokens, 0, new_cache(config, 1024))
+    next_token = logits(params, config, hidden[-1]).argmax()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxquant import ggml
+
+# Products of a layer: matrices of one input whose rows are multiplied together where their formats agree.
+PRODUCTS = {
+    "qkv": ("attn_q", "attn_k", "attn_v"),
+    "o": ("attn_output",),
+    "gate_up": ("ffn_gate", "ffn_up"),
+    "down": ("ffn_down",),
+}
+EXPERTS = {"gate_up": ("ffn_gate_exps", "ffn_up_exps"), "down": ("ffn_down_exps",)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Hyper-parameters, from the file's metadata."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    rotary_size: int
+    context: int
+    epsilon: float
+    rotary_base: float
+    experts: int
+    experts_used: int
+
+
+def read_config(file: ggml.GGUFFile) -> Config:
+    meta = file.metadata
+    family = meta.get("general.architecture")
+    if family != "llama":
+        raise ValueError(
+            f"{file.path}: general.architecture: expected llama, got {family}; other families differ in their layers"
+        )
+
+    def value(key: str, default: Any = None) -> Any:
+        found = meta.get(f"llama.{key}", default)
+        if found is None:
+            raise ValueError(f"{file.path}: metadata lacks llama.{key}: is this a language model?")
+        return found
+
+    width, heads = int(value("embedding_length")), int(value("attention.head_count"))
+    head_size = int(value("attention.key_length", width // heads))
+    if value("rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file:
+        raise ValueError(f"{file.path}: scaled rotary embeddings are not implemented here")
+    return Config(
+        layers=int(value("block_count")), width=width, heads=heads, kv_heads=int(value("attention.head_count_kv", heads)),
+        head_size=head_size, rotary_size=int(value("rope.dimension_count", head_size)),
+        context=int(value("context_length")), epsilon=float(value("attention.layer_norm_rms_epsilon")),
+        rotary_base=float(value("rope.freq_base", 10000.0)), experts=int(value("expert_count", 0)),
+        experts_used=int(value("expert_used_count", 0)),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+
+
+def load(path: str, *, prepare: bool = True, fuse: bool = True) -> tuple[dict[str, Any], Config]:
+    """Parameters and hyper-parameters of a file.
+
+    prepare: in the products' favourite layout. fuse: matrices of one input as one (not for sharding by heads).
+    """
+    file = ggml.load_gguf(path)
+    config = read_config(file)
+
+    def tensor(name: str) -> Any:
+        if name not in file:
+            raise ValueError(f"{path}: no tensor {name!r}; {len(file)} tensors, {config.layers} layers expected")
+        return file[name]
+
+    def matrices(names: list[list[str]]) -> ggml.QTensor:
+        """names[layer]: tensors of one format, row below row; stacked over the layers."""
+        entries = [[tensor(name) for name in layer] for layer in names]
+        raw = np.stack([np.concatenate([entry.raw for entry in layer], axis=-2) for layer in entries])
+        stacked = ggml.QTensor(jnp.asarray(raw), entries[0][0].type_name)
+        return stacked.prepare() if prepare else stacked
+
+    products = PRODUCTS | EXPERTS if config.experts else PRODUCTS
+    if not fuse:
+        products = {part: (part,) for parts in products.values() for part in parts}
+
+    def formats(layer: int) -> tuple[str, ...]:
+        return tuple(tensor(f"blk.{layer}.{part}.weight").type_name for parts in products.values() for part in parts)
+
+    segments, first = [], 0
+    while first < config.layers:  # layers of equal formats are one stack
+        last = first + 1
+        while last < config.layers and formats(last) == formats(first):
+            last += 1
+        here, segment = range(first, last), {}
+        for name, parts in products.items():
+            kinds = {tensor(f"blk.{first}.{part}.weight").type_name for part in parts}
+            groups = [parts] if len(kinds) == 1 else [(part,) for part in parts]
+            segment[name] = [matrices([[f"blk.{i}.{part}.weight" for part in group] for i in here]) for group in groups]
+        for norm in ("attn_norm", "ffn_norm"):
+            segment[norm] = jnp.stack([tensor(f"blk.{i}.{norm}.weight").load() for i in here])
+        if config.experts:
+            segment["router"] = jnp.stack(
+                [jnp.asarray(_values(tensor(f"blk.{i}.ffn_gate_inp.weight").load())) for i in here]
+            )
+        segments.append(segment)
+        first = last
+
+    embedding = tensor("token_embd.weight").load()
+    head = file["output.weight"].load() if "output.weight" in file else embedding
+    if prepare and isinstance(head, ggml.QTensor):
+        head = head.prepare()
+    return {
+        "embedding": embedding,
+        "segments": segments,
+        "norm": tensor("output_norm.weight").load(),
+        "head": head,
+    }, config
+
+
+def _values(w: Any) -> jax.Array:
+    return w.dequantize() if isinstance(w, ggml.QTensor) else w
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
+
+
+def rotate(x: jax.Array, positions: jax.Array, config: Config) -> jax.Array:
+    """Rotary embedding of x [..., T, heads, head_size]: neighbouring values are pairs, as GGUF files store them."""
+    size = config.rotary_size
+    angles = positions[:, None] * config.rotary_base ** (-jnp.arange(0, size, 2) / size)
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    a, b = x[..., 0:size:2], x[..., 1:size:2]
+    turned = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(*x.shape[:-1], size)
+    return jnp.concatenate([turned, x[..., size:]], axis=-1)
+
+
+def new_cache(config: Config, length: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    """Keys and values of `length` positions, for every layer."""
+    shape = (config.layers, config.kv_heads, length, config.head_size)
+    return {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)}
+
+
+QUERIES = 128  # positions whose scores are computed together: they should stay in the cache
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, first: Any, config: Config) -> jax.Array:
+    """Attention of new positions to themselves and to those before.
+
+    q [T, heads, head_size], k and v [T, kv_heads, head_size] at positions first, first + 1, ...; old: keys and values
+    [kv_heads, S, head_size] of which the first `first` count, or None.
+    """
+    steps, group = q.shape[0], config.heads // config.kv_heads
+    q = q.reshape(steps, config.kv_heads, group, -1).transpose(1, 2, 0, 3) * config.head_size**-0.5
+    k, v = k.transpose(1, 2, 0), v.transpose(1, 0, 2)
+
+    def block(begin: int) -> jax.Array:
+        end = min(begin + QUERIES, steps)
+        rows = q[:, :, begin:end].reshape(config.kv_heads, -1, config.head_size)
+        scores = (rows @ k[:, :, :end]).reshape(config.kv_heads, group, end - begin, end)
+        scores = jnp.where(jnp.arange(end) <= jnp.arange(begin, end)[:, None], scores, -jnp.inf)
+        if old is not None:
+            before = jnp.einsum("gnd,gsd->gns", rows, old["k"].astype(q.dtype)).reshape(*scores.shape[:3], -1)
+            scores = jnp.concatenate(
+                [jnp.where(jnp.arange(before.shape[-1]) < first, before, -jnp.inf), scores], axis=-1
+            )
+        weights = jax.nn.softmax(scores, axis=-1).reshape(config.kv_heads, rows.shape[1], -1)
+        out = weights[..., -end:] @ v[:, :end]
+        if old is not None:
+            out += weights[..., :-end] @ old["v"].astype(q.dtype)
+        return out.reshape(config.kv_heads, group, end - begin, -1)
+
+    blocks = [block(begin) for begin in range(0, steps, QUERIES)]
+    return jnp.concatenate(blocks, axis=2).transpose(2, 0, 1, 3).reshape(steps, -1)
+
+
+def _product(w: list[Any], x: jax.Array, i: Any, lhs_qtype: Any, adapter: Any = None) -> jax.Array:
+    """x times the matrices of layer i, side by side, and the low-rank update of an adapter."""
+    out = [ggml.linear(x, each, index=i, lhs_qtype=lhs_qtype) for each in w]
+    y = out[0] if len(out) == 1 else jnp.concatenate(out, axis=-1)
+    return y if adapter is None else y + (x @ adapter["a"]) @ adapter["b"]
+
+
+def _experts(segment: Any, x: jax.Array, i: Any, config: Config, lhs_qtype: Any) -> jax.Array:
+    """The feed-forward part of each token's best experts, weighted by the router (Mixtral)."""
+
+    def chosen(w: list[Any], x: jax.Array) -> jax.Array:
+        # One stack of layers times experts: the layer's experts are multiplied where they lie.
+        flat = [ggml.QTensor(m.data.reshape(-1, *m.data.shape[2:]), m.format, m.layout) for m in w]
+        return jnp.concatenate(
+            [ggml.moe_linear(x, m, i * config.experts + ids, lhs_qtype=lhs_qtype) for m in flat], axis=-1
+        )
+
+    scores, ids = lax.top_k(x @ segment["router"][i].T, config.experts_used)
+    gate, up = jnp.split(chosen(segment["gate_up"], x[:, None]), 2, axis=-1)
+    return (chosen(segment["down"], jax.nn.silu(gate) * up) * jax.nn.softmax(scores)[..., None]).sum(axis=1)
+
+
+def layer(
+    segment: Any,
+    i: Any,
+    x: jax.Array,
+    positions: jax.Array,
+    attention: Any,
+    config: Config,
+    lhs_qtype: Any,
+    adapters: Any = None,
+) -> jax.Array:
+    """Layer i of a stack on x [T, width]; attention(q, k, v) gives the mixed values."""
+    adapters = adapters or {}
+    product = lambda name, h: _product(segment[name], h, i, lhs_qtype, adapters.get(name))  # noqa: E731
+    h = rms_norm(x, segment["attn_norm"][i], config.epsilon)
+    if "qkv" in segment:
+        qkv = product("qkv", h)
+    else:
+        qkv = jnp.concatenate([product(name, h) for name in ("attn_q", "attn_k", "attn_v")], axis=-1)
+    q, k, v = jnp.split(
+        qkv.reshape(len(x), -1, config.head_size), [config.heads, config.heads + config.kv_heads], axis=1
+    )
+    mixed = attention(rotate(q, positions, config), rotate(k, positions, config), v)
+    x = x + product("o" if "o" in segment else "attn_output", mixed)
+
+    h = rms_norm(x, segment["ffn_norm"][i], config.epsilon)
+    if config.experts:
+        return x + _experts(segment, h, i, config, lhs_qtype)
+    gate, up = jnp.split(product("gate_up", h), 2, axis=-1)
+    return x + product("down", jax.nn.silu(gate) * up)
+
+
+def embed(params: Any, tokens: jax.Array) -> jax.Array:
+    embedding = params["embedding"]
+    return embedding.take(tokens) if isinstance(embedding, ggml.QTensor) else embedding[tokens].astype(jnp.float32)
+
+
+def decode(
+    params: Any, config: Config, tokens: jax.Array, first: Any, cache: Any, *, empty: bool = False,
+    lhs_qtype: Any = jnp.int8,
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    """Tokens [T] at positions first, first + 1, ...: the last layer's output [T, width], and the cache with them added.
+
+    empty: nothing is in the cache yet, and nothing in it is looked at.
+    """
+    positions = first + jnp.arange(tokens.shape[0])
+    x, start, added = embed(params, tokens), 0, []
+    for segment in params["segments"]:
+
+        def step(x: jax.Array, here: Any, segment: Any = segment) -> Any:
+            i, old = here
+            new = {}
+
+            def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                new.update(k=k, v=v)
+                return attend(q, k, v, old, first, config)
+
+            x = layer(segment, i, x, positions, attention, config, lhs_qtype)
+            return x, new
+
+        count = segment["attn_norm"].shape[0]
+        old = None if empty else jax.tree.map(lambda a, start=start, count=count: a[start : start + count], cache)
+        x, new = lax.scan(step, x, (jnp.arange(count), old))
+        added.append(new)
+        start += count
+    # Written once, after all layers: a cache that layers read and write would be copied by each of them.
+    added = {name: jnp.concatenate([new[name] for new in added]).transpose(0, 2, 1, 3) for name in cache}
+    update = lambda old, new: lax.dynamic_update_slice(old, new.astype(old.dtype), (0, 0, first, 0))  # noqa: E731
+    return x, jax.tree.map(update, cache, added)
+
+
+def logits(params: Any, config: Config, x: jax.Array, *, lhs_qtype: Any = jnp.int8) -> jax.Array:
+    """[..., vocabulary] of the last layer's output."""
+    x = rms_norm(x, params["norm"], config.epsilon)
+    head = params["head"]
+    return ggml.linear(x, head, lhs_qtype=lhs_qtype) if isinstance(head, ggml.QTensor) else x @ head.T
+
+
+def forward(
+    params: Any, config: Config, tokens: jax.Array, adapters: Any = None, *, lhs_qtype: Any = None, remat: bool = True
+) -> jax.Array:
+    """Logits [T, vocabulary] of whole sequences, for training: no cache, each layer's intermediates recomputed."""
+    positions = jnp.arange(tokens.shape[0])
+    attention = lambda q, k, v: attend(q, k, v, None, 0, config)  # noqa: E731
+    x, start = embed(params, tokens), 0
+    for segment in params["segments"]:
+        count = segment["attn_norm"].shape[0]
+        step = partial(layer, positions=positions, attention=attention, config=config, lhs_qtype=lhs_qtype)
+        body = lambda x, s, segment=segment, step=step: (step(segment, s[0], x, adapters=s[1]), None)  # noqa: E731
+        mine = jax.tree.map(lambda a, start=start, count=count: a[start : start + count], adapters or {})
+        x, _ = lax.scan(jax.checkpoint(body) if remat else body, x, (jnp.arange(count), mine))
+        start += count
+    return logits(params, config, x, lhs_qtype=lhs_qtype)
