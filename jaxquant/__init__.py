@@ -3,6 +3,7 @@
 from jaxquant import forward_mode, ggml
 from jaxquant._core.information import export_checks, info
 from jaxquant._core.platforms import register_kernels
+from jaxquant.affine import weight_only as _weight_only  # noqa: F401  (registers its primitives)
 from jaxquant.affine.dequantize import dequantize
 from jaxquant.affine.fake_quantize import fake_quantize
 from jaxquant.affine.granularity import PerAxis, PerBlock, PerGroup, PerTensor, PerToken
