@@ -7,6 +7,7 @@
 #include "ffi/affine/cpu_platform.h"
 #include "ffi/ggml/cpu_platform.h"
 #include "ffi/ggml/tables.h"
+#include "ffi/matmul/weight_only/cpu_platform.h"
 
 namespace nb = nanobind;
 
@@ -20,6 +21,7 @@ nb::dict Registrations() {
   };
   ForEachTarget<Cpu>(add);
   ggml::ForEachTarget<ggml::Cpu>(add);
+  weight_only::ForEachTarget<weight_only::Cpu>(add);
   return targets;
 }
 
