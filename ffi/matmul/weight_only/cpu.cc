@@ -20,9 +20,12 @@ constexpr int kTileRows = 2, kTileStrips = 1;
 constexpr int kTileRows = 1, kTileStrips = 1;
 #endif
 constexpr int kStripsOfPanel = kPanel / kLanes;
-constexpr int kBlockPanels = 4;    // panels that are gathered together: whole cache lines of a plain row
-constexpr int kStretchSpans = 4;   // between which weights stay in the first cache
-constexpr int kMaxPanels = 32;     // of a unit with few rows
+constexpr int kBlockPanels = 16;   // that are gathered together: stretches of plain rows that the hardware foresees
+constexpr int kStretchSpans = 4;   // between which weights in place stay in the first cache
+constexpr int kGatheredSpans = 1;  // the same for those that are gathered
+constexpr int kQuad = 4;           // panels, a cache line of bytes
+constexpr int64_t kAhead = 4096;   // bytes of a panel that are asked for in advance
+constexpr int64_t kRowsAhead = 8;  // the same of plain rows
 constexpr int kMaxCells = 8192;    // of a unit
 
 // ---- Activations
@@ -100,8 +103,9 @@ class UnitProduct {
   }
 
   void Run() {
-    for (int64_t first = 0; first < spans_; first += kStretchSpans) {
-      const int64_t spans = spans_ - first < kStretchSpans ? spans_ - first : kStretchSpans;
+    const int64_t most = in_place_ ? kStretchSpans : kGatheredSpans;
+    for (int64_t first = 0; first < spans_; first += most) {
+      const int64_t spans = spans_ - first < most ? spans_ - first : most;
       const Stretch stretch{first, spans, spans_of_group_, group_ - (spans_of_group_ - 1) * kSpan};
       for (int panel = 0; panel < panels_; panel += kBlockPanels) {
         MultiplyBlock(stretch, panel, panels_ - panel < kBlockPanels ? panels_ - panel : kBlockPanels);
@@ -124,11 +128,11 @@ class UnitProduct {
         from[p] = codes_.data + (unit_.first_column / kPanel + panel + p) * codes_.PanelBytes() + word * (4 * kPanel);
       }
       const int flip = codes_.is_signed ? codes_.Offset() * (bits == 8 ? 1 : bits == 4 ? 0x11 : 0x55) : 0;
-      MultiplyRows<bits>(stretch, panel, panels, from, flip);
+      MultiplyRows<bits>(stretch, panel, panels, from, flip, kAhead);
     } else {
       GatherPanels(stretch, panel, panels);
       for (int p = 0; p < panels; ++p) from[p] = gathered_[p];
-      MultiplyRows<8>(stretch, panel, panels, from, 0);
+      MultiplyRows<8>(stretch, panel, panels, from, 0, 0);
     }
   }
 
@@ -142,11 +146,19 @@ class UnitProduct {
       const int64_t row = FirstRow(span);
       for (int i = 0; i < length; i += kWordCodes, at += 4 * kPanel) {
         const int count = length - i < kWordCodes ? length - i : kWordCodes;
-        if (!codes_.prepared) {  // the same rows of the next block: too many streams for the hardware to foresee
-          const uint8_t* next = codes_.data + (row + i) * codes_.RowBytes() + (column + kBlockPanels * kPanel) * bits / 8;
-          for (int j = 0; j < count; ++j) __builtin_prefetch(next + j * codes_.RowBytes());
+        int p = 0;
+#if defined(__SSE2__)
+        if (!codes_.prepared && count == kWordCodes) {
+          const uint8_t* from = codes_.data + (row + i) * codes_.RowBytes() + column * bits / 8;
+          const int whole = (unit_.columns - panel * kPanel) / kPanel;
+          for (; p + kQuad <= panels && p + kQuad <= whole; p += kQuad, from += kQuad * kPanel * bits / 8) {
+            for (int j = 0; j < kWordCodes; ++j) __builtin_prefetch(from + (kRowsAhead + j) * codes_.RowBytes());
+            InterleaveFourPanels<bits>(from, codes_.RowBytes(), codes_.is_signed ? codes_.Offset() : 0,
+                                       gathered_[p] + at, sizeof(gathered_[0]));
+          }
         }
-        for (int p = 0; p < panels; ++p) {
+#endif
+        for (; p < panels; ++p) {
           const int64_t first = column + p * kPanel, left = unit_.first_column + unit_.columns - first;
           Gather<bits>(codes_, row + i, count, first, static_cast<int>(left < kPanel ? left : kPanel), &four);
           Interleave(four, gathered_[p] + at);
@@ -177,7 +189,8 @@ class UnitProduct {
   }
 
   template <int lying>
-  void MultiplyRows(const Stretch& stretch, int panel, int panels, const uint8_t* const* from, int flip) {
+  void MultiplyRows(const Stretch& stretch, int panel, int panels, const uint8_t* const* from, int flip,
+                    int64_t ahead) {
     const int strips = panels * kStripsOfPanel;
     for (int row = 0; row < unit_.rows; row += kTileRows) {
       const int rows = unit_.rows - row < kTileRows ? unit_.rows - row : kTileRows;
@@ -196,19 +209,19 @@ class UnitProduct {
           const int64_t cell = (static_cast<int64_t>(panel + p) * unit_.rows + row) * kPanel + lane;
           sums[s] = {group_sums_ + cell, total_ + cell};
         }
-        Tile<lying>(rows, here, codes, flip, stretch, x, scales, sums);
+        Tile<lying>(rows, here, codes, flip, row == 0 ? ahead : 0, stretch, x, scales, sums);
       }
     }
   }
 
   template <int lying>
-  JQ_INLINE void Tile(int rows, int strips, const uint8_t* const* codes, int flip, const Stretch& stretch,
-                      const Span* const* x, const GroupScales* scales, const Sums* sums) {
+  JQ_INLINE void Tile(int rows, int strips, const uint8_t* const* codes, int flip, int64_t ahead,
+                      const Stretch& stretch, const Span* const* x, const GroupScales* scales, const Sums* sums) {
     constexpr bool kSmall = bits < 8;
 #define JQ_TILE(T, S)                                                                        \
   if constexpr (T <= kTileRows && S <= kTileStrips) {                                        \
     if (rows == T && strips == S) {                                                          \
-      return Multiply<lying, kSmall, T, S>(codes, flip, stretch, x, scales, sums, kPanel);   \
+      return Multiply<lying, kSmall, T, S>(codes, flip, ahead, stretch, x, scales, sums, kPanel);   \
     }                                                                                        \
   }
     JQ_TILE(1, 1)
@@ -244,7 +257,7 @@ class UnitProduct {
   int panels_;
   alignas(64) float total_[kMaxCells];
   alignas(64) float group_sums_[kMaxCells];
-  alignas(64) uint8_t gathered_[kBlockPanels][kStretchSpans * kSpan * kPanel];
+  alignas(64) uint8_t gathered_[kBlockPanels][kGatheredSpans * kSpan * kPanel];
   alignas(64) float scale_[kStretchSpans][kBlockPanels * kPanel] = {};
   alignas(64) float zero_point_[kStretchSpans][kBlockPanels * kPanel] = {};
 };

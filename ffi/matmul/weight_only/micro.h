@@ -114,9 +114,9 @@ struct Stretch {
 
 // bits: of a code as it lies at `codes`, a word of each column in 4 kPanel bytes; spans follow each other.
 template <int bits, bool small, int T, int S>
-__attribute__((noinline)) void Multiply(const uint8_t* const* strips, int flip, const Stretch& stretch,
-                                        const Span* const* x, const GroupScales* scales, const Sums* sums,
-                                        int64_t row_stride) {
+__attribute__((noinline)) void Multiply(const uint8_t* const* strips, int flip, int64_t ahead,
+                                        const Stretch& stretch, const Span* const* x, const GroupScales* scales,
+                                        const Sums* sums, int64_t row_stride) {
   constexpr int kPer = 8 / bits;
   const uint8_t* codes[S];
   for (int s = 0; s < S; ++s) codes[s] = strips[s];
@@ -140,7 +140,10 @@ __attribute__((noinline)) void Multiply(const uint8_t* const* strips, int flip, 
     for (int word = 0; word < words; ++word) {
       Bytes packed[S];
 #pragma GCC unroll 4
-      for (int s = 0; s < S; ++s) packed[s] = Xor(LoadBytes(codes[s] + word * (4 * kPanel)), flipped);
+      for (int s = 0; s < S; ++s) {
+        __builtin_prefetch(codes[s] + word * (4 * kPanel) + ahead);
+        packed[s] = Xor(LoadBytes(codes[s] + word * (4 * kPanel)), flipped);
+      }
 #pragma GCC unroll 4
       for (int part = 0; part < kPer; ++part) {
         Bytes one[S];
