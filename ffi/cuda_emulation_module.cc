@@ -11,6 +11,7 @@
 #include "ffi/common/cuda_launch.h"
 #include "ffi/cuda_platform.h"
 #include "ffi/ggml/cuda_platform.h"
+#include "ffi/matmul/weight_only/cuda_platform.h"
 
 namespace nb = nanobind;
 
@@ -51,6 +52,7 @@ nb::dict Registrations() {
   };
   ForEachTarget<Emulated>(add);
   ggml::ForEachTarget<GgmlEmulated>(add);
+  weight_only::ForEachTarget<weight_only::CudaPlatform<Host>>(add);
   return targets;
 }
 

@@ -8,6 +8,7 @@
 
 #include "ffi/cuda_platform.h"
 #include "ffi/ggml/cuda_platform.h"
+#include "ffi/matmul/weight_only/cuda_platform.h"
 
 namespace nb = nanobind;
 
@@ -24,8 +25,9 @@ struct Device {
 };
 using Cuda = CudaPlatform<Device>;
 using GgmlCuda = ggml::CudaPlatform<Device>;
+using WeightOnlyCuda = weight_only::CudaPlatform<Device>;
 
-constexpr int kTargets = 16;
+constexpr int kTargets = 32;
 // In the order of ForEachTarget: what an initialize handler loads. It is given no attribute to know itself by.
 const char* target_names[kTargets];
 
@@ -39,6 +41,7 @@ ffi::Error Load() {
   if (known && loaded[device]) return ffi::Error::Success();
   ffi::Error error = Cuda::Load(target_names[index]);
   if (error.success()) error = GgmlCuda::Load(target_names[index]);
+  if (error.success()) error = WeightOnlyCuda::Load(target_names[index]);
   if (known && error.success()) loaded[device] = true;
   return error;
 }
@@ -75,6 +78,7 @@ nb::dict Registrations() {
   };
   ForEachTarget<Cuda>(add);
   ggml::ForEachTarget<GgmlCuda>(add);
+  weight_only::ForEachTarget<WeightOnlyCuda>(add);
   return targets;
 }
 

@@ -173,7 +173,8 @@ class UnitProduct {
     const int64_t end = (stretch.first_span + stretch.spans) / spans_of_group_;
     const float offset = codes_.is_signed ? 0.0f : static_cast<float>(codes_.Offset());
     has_zero_point_ = a_.zero_point != nullptr || !codes_.is_signed;
-    const int columns = unit_.columns - panel * kPanel < panels * kPanel ? unit_.columns - panel * kPanel : panels * kPanel;
+    const int columns =
+        unit_.columns - panel * kPanel < panels * kPanel ? unit_.columns - panel * kPanel : panels * kPanel;
     for (int64_t g = first; g < end; ++g) {
       const int64_t at = (unit_.matrix * a_.groups + g) * a_.scale_columns;
       const bool one = a_.scale_columns == 1;
@@ -218,11 +219,11 @@ class UnitProduct {
   JQ_INLINE void Tile(int rows, int strips, const uint8_t* const* codes, int flip, int64_t ahead,
                       const Stretch& stretch, const Span* const* x, const GroupScales* scales, const Sums* sums) {
     constexpr bool kSmall = bits < 8;
-#define JQ_TILE(T, S)                                                                        \
-  if constexpr (T <= kTileRows && S <= kTileStrips) {                                        \
-    if (rows == T && strips == S) {                                                          \
-      return Multiply<lying, kSmall, T, S>(codes, flip, ahead, stretch, x, scales, sums, kPanel);   \
-    }                                                                                        \
+#define JQ_TILE(T, S)                                                                             \
+  if constexpr (T <= kTileRows && S <= kTileStrips) {                                             \
+    if (rows == T && strips == S) {                                                               \
+      return Multiply<lying, kSmall, T, S>(codes, flip, ahead, stretch, x, scales, sums, kPanel); \
+    }                                                                                             \
   }
     JQ_TILE(1, 1)
     JQ_TILE(2, 1)

@@ -14,8 +14,8 @@
 namespace jq {
 namespace weight_only {
 
-#define JQ_DECLARE(isa) \
-  namespace isa {       \
+#define JQ_DECLARE(isa)                     \
+  namespace isa {                           \
   extern const Kernels weight_only_kernels; \
   }
 JQ_DECLARE(portable)

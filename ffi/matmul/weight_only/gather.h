@@ -70,7 +70,8 @@ JQ_INLINE void Gather(const Codes& codes, int64_t row, int count, int64_t column
     for (int j = 0; j < kWordCodes; ++j) {
       __m128i byte[4];
       for (int i = 0; i < 4; ++i) {
-        byte[i] = _mm_and_si128(_mm_srl_epi32(in[i], _mm_cvtsi32_si128(8 * j + shift)), _mm_set1_epi32((1 << bits) - 1));
+        byte[i] =
+            _mm_and_si128(_mm_srl_epi32(in[i], _mm_cvtsi32_si128(8 * j + shift)), _mm_set1_epi32((1 << bits) - 1));
       }
       const __m128i all = _mm_packus_epi16(_mm_packs_epi32(byte[0], byte[1]), _mm_packs_epi32(byte[2], byte[3]));
       _mm_store_si128(to + j, _mm_xor_si128(all, flip));

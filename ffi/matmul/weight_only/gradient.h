@@ -11,8 +11,8 @@ namespace weight_only {
 namespace JQ_ISA {
 namespace {
 
-constexpr int kTerms = 512;        // of a sum, in sixteen lanes
-constexpr int kGradientRows = 4;   // of w at a time: a word of the prepared layout
+constexpr int kTerms = 512;       // of a sum, in sixteen lanes
+constexpr int kGradientRows = 4;  // of w at a time: a word of the prepared layout
 constexpr int64_t kGradientColumns = 64;
 
 typedef float Sixteen __attribute__((vector_size(64), aligned(4), may_alias));

@@ -88,9 +88,8 @@ class Handlers {
     JQ_RETURN_IF_ERROR(CheckRank(name, "data", data, codes.prepared ? 4 : 3));
     const int64_t word = 4 * codes.Per(), panels = (codes.n + kPanel - 1) / kPanel;
     const auto d = data.dimensions();
-    const bool fits = codes.prepared
-                          ? d[1] == panels && d[2] == (codes.k + word - 1) / word && d[3] == 4 * kPanel
-                          : d[1] == codes.k && d[2] == codes.RowBytes();
+    const bool fits = codes.prepared ? d[1] == panels && d[2] == (codes.k + word - 1) / word && d[3] == 4 * kPanel
+                                     : d[1] == codes.k && d[2] == codes.RowBytes();
     if (!fits || d[0] != a->batch) {
       const std::string sizes = std::to_string(a->batch) + " matrices of " + std::to_string(codes.k) + " by " +
                                 std::to_string(codes.n) + " codes of " + std::to_string(bits) + " bits";
@@ -119,21 +118,21 @@ class Handlers {
 
 // ---- One C function per target, as the FFI registry wants it
 
-#define JQ_HANDLER(function)                                                                                       \
-  template <typename Platform>                                                                                     \
-  XLA_FFI_Error* function##Handler(XLA_FFI_CallFrame* frame) {                                                     \
-    static auto* handler = Platform::Bind()                                                                        \
-                               .template Arg<ffi::AnyBuffer>()                                                     \
-                               .template Arg<ffi::AnyBuffer>()                                                     \
-                               .template Arg<ffi::AnyBuffer>()                                                     \
-                               .template Arg<ffi::AnyBuffer>()                                                     \
-                               .template Ret<ffi::AnyBuffer>()                                                     \
-                               .template Attr<int64_t>("bits")                                                     \
-                               .template Attr<int64_t>("is_signed")                                                \
-                               .template Attr<int64_t>("prepared")                                                 \
-                               .To(Handlers<Platform>::function, Platform::kTraits)                                \
-                               .release();                                                                         \
-    return handler->Call(frame);                                                                                   \
+#define JQ_HANDLER(function)                                                        \
+  template <typename Platform>                                                      \
+  XLA_FFI_Error* function##Handler(XLA_FFI_CallFrame* frame) {                      \
+    static auto* handler = Platform::Bind()                                         \
+                               .template Arg<ffi::AnyBuffer>()                      \
+                               .template Arg<ffi::AnyBuffer>()                      \
+                               .template Arg<ffi::AnyBuffer>()                      \
+                               .template Arg<ffi::AnyBuffer>()                      \
+                               .template Ret<ffi::AnyBuffer>()                      \
+                               .template Attr<int64_t>("bits")                      \
+                               .template Attr<int64_t>("is_signed")                 \
+                               .template Attr<int64_t>("prepared")                  \
+                               .To(Handlers<Platform>::function, Platform::kTraits) \
+                               .release();                                          \
+    return handler->Call(frame);                                                    \
   }
 
 JQ_HANDLER(Matmul)

@@ -13,9 +13,9 @@
 namespace jq {
 namespace weight_only {
 
-constexpr int kSpan = 64;    // activations with a common exponent
-constexpr int kDigits = 3;   // of an activation, base 256, the highest last; each in [-128, 127]
-constexpr int kPanel = 16;   // columns, in the prepared layout
+constexpr int kSpan = 64;   // activations with a common exponent
+constexpr int kDigits = 3;  // of an activation, base 256, the highest last; each in [-128, 127]
+constexpr int kPanel = 16;  // columns, in the prepared layout
 constexpr int kWordCodes = 4;
 
 // A matrix [k, n] of codes. Plain: rows of n codes, those below 8 bits packed, low bits first. Prepared: panels of 16
@@ -30,9 +30,7 @@ struct Codes {
   JQ_HOST_DEVICE int Per() const { return 8 / bits; }
   JQ_HOST_DEVICE int64_t RowBytes() const { return (n + Per() - 1) / Per(); }
   JQ_HOST_DEVICE int64_t PanelBytes() const { return (k + 4 * Per() - 1) / (4 * Per()) * (4 * kPanel); }
-  JQ_HOST_DEVICE int64_t Bytes() const {
-    return prepared ? (n + kPanel - 1) / kPanel * PanelBytes() : k * RowBytes();
-  }
+  JQ_HOST_DEVICE int64_t Bytes() const { return prepared ? (n + kPanel - 1) / kPanel * PanelBytes() : k * RowBytes(); }
   // What is added to a code so that none is negative: half of the range. Codes without a sign have it in them.
   JQ_HOST_DEVICE int Offset() const { return 1 << (bits - 1); }
 

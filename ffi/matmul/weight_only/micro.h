@@ -114,9 +114,9 @@ struct Stretch {
 
 // bits: of a code as it lies at `codes`, a word of each column in 4 kPanel bytes; spans follow each other.
 template <int bits, bool small, int T, int S>
-__attribute__((noinline)) void Multiply(const uint8_t* const* strips, int flip, int64_t ahead,
-                                        const Stretch& stretch, const Span* const* x, const GroupScales* scales,
-                                        const Sums* sums, int64_t row_stride) {
+__attribute__((noinline)) void Multiply(const uint8_t* const* strips, int flip, int64_t ahead, const Stretch& stretch,
+                                        const Span* const* x, const GroupScales* scales, const Sums* sums,
+                                        int64_t row_stride) {
   constexpr int kPer = 8 / bits;
   const uint8_t* codes[S];
   for (int s = 0; s < S; ++s) codes[s] = strips[s];
