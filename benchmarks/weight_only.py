@@ -52,9 +52,9 @@ def cases(rows: tuple[int, ...], k: int, n: int) -> list[harness.Case]:
     def call(primitive: Any, weight: Weight, implementation: str | None = None) -> Callable[..., Any]:
         def product(x: Any, matrix: Any) -> Any:
             data, scale = (a[None] for a in matrix)
-            return primitive.bind(
-                x[None], data, scale, no_zero_point(), weight=weight, implementation=implementation
-            )[0]
+            return primitive.bind(x[None], data, scale, no_zero_point(), weight=weight, implementation=implementation)[
+                0
+            ]
 
         return jax.jit(product)
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-SCRIPTS = ("output_hashes.py", "ggml_output_hashes.py")
+SCRIPTS = ("output_hashes.py", "ggml_output_hashes.py", "weight_only_hashes.py")
 
 
 @functools.cache
