@@ -20,6 +20,7 @@ import numpy as np
 
 import jaxquant
 from jaxquant._core import ffi, primitive
+from jaxquant.affine import weight_only_conformance
 from jaxquant.ggml import conformance as ggml_conformance
 
 __all__ = ["ConformanceError", "Report", "conformance", "emulation_available"]
@@ -83,6 +84,7 @@ def conformance(implementation: str | None = None) -> Report:
         judge.run(case)
     judge.packing()
     judge.empty()
+    weight_only_conformance.check(judge.close, implementation)
     ggml_conformance.check(judge.bits, judge.close, implementation)
     if judge.failures:
         shown = "\n".join(f"  {failure}" for failure in judge.failures[:20])

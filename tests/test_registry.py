@@ -38,7 +38,7 @@ def test_operations_registrations_and_handlers_are_one_list():
     compiled = set(ffi.module("cpu").registrations())
     assert compiled == NAMES == set(ffi.registered()["cpu"])
     listed = []
-    for family in ("affine", "ggml"):
+    for family in ("affine", "ggml", "matmul/weight_only"):
         source = (ROOT / "ffi" / family / "handlers.h").read_text()
         listed += re.findall(r'^  f\("(\w+)"', source[source.index("void ForEachTarget") :], re.MULTILINE)
     assert sorted(listed) == sorted(NAMES)
@@ -63,6 +63,9 @@ def test_one_word_leads_from_python_to_the_kernel():
             products = "linear" in name
             home = importlib.import_module(f"jaxquant.ggml.{'products' if products else 'codec'}")
             assert getattr(home, f"{name}_p") is bound
+            continue
+        if name.startswith("weight_only"):
+            assert getattr(importlib.import_module("jaxquant.affine.weight_only"), f"{name}_p") is bound
             continue
         module = "packing" if name in ("pack", "unpack") else name.removesuffix("_gradient")
         assert getattr(importlib.import_module(f"jaxquant.affine.{module}"), f"{name}_p") is bound
