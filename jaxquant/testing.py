@@ -21,7 +21,7 @@ import numpy as np
 import jaxquant
 from jaxquant import optim
 from jaxquant._core import ffi, primitive
-from jaxquant.affine import matmul_conformance
+from jaxquant.affine import matmul_conformance, weight_only_conformance
 from jaxquant.ggml import conformance as ggml_conformance
 
 __all__ = ["ConformanceError", "Report", "conformance", "emulation_available"]
@@ -88,6 +88,7 @@ def conformance(implementation: str | None = None) -> Report:
     judge.empty()
     judge.optimiser()
     matmul_conformance.check(judge.bits, implementation)
+    weight_only_conformance.check(judge.close, implementation)
     ggml_conformance.check(judge.bits, judge.close, implementation)
     if judge.failures:
         shown = "\n".join(f"  {failure}" for failure in judge.failures[:20])

@@ -64,6 +64,9 @@ def test_one_word_leads_from_python_to_the_kernel():
             home = importlib.import_module(f"jaxquant.ggml.{'products' if products else 'codec'}")
             assert getattr(home, f"{name}_p") is bound
             continue
+        if name.startswith("weight_only"):
+            assert getattr(importlib.import_module("jaxquant.affine.weight_only"), f"{name}_p") is bound
+            continue
         if name == "adam8bit":
             assert jaxquant.optim.adam8bit_p is bound
             continue

@@ -33,12 +33,18 @@ void Dequantize(const Arguments& a, const Codes& codes, int64_t b, int64_t row, 
     for (int i = 0; i < count; ++i) {
       float* out = values->at[i] + column;
       const int64_t at = (b * a.groups + (row + i) / a.Group()) * a.scale_columns;
-      float scale[kPanel], zero_point[kPanel];
       const int64_t from = a.scale_columns == 1 ? at : at + first + column;
-      for (int c = 0; c < kPanel; ++c) {
-        const int64_t own = a.scale_columns == 1 ? from : from + (c < columns ? c : 0);
-        scale[c] = a.scale[own];
-        zero_point[c] = a.zero_point == nullptr ? 0.0f : a.zero_point[own];
+      float scales[kPanel], zero_points[kPanel] = {};
+      const float* scale = a.scale + from;
+      const float* zero_point = a.zero_point == nullptr ? zero_points : a.zero_point + from;
+      if (a.scale_columns == 1 || columns < kPanel) {  // as many as there are codes
+        for (int c = 0; c < kPanel; ++c) {
+          const int own = a.scale_columns != 1 && c < columns ? c : 0;
+          scales[c] = scale[own];
+          if (a.zero_point != nullptr) zero_points[c] = zero_point[own];
+        }
+        scale = scales;
+        zero_point = zero_points;
       }
       for (int c = 0; c < kPanel; ++c) {
         out[c] = (static_cast<float>(rows.at[i][c] - offset) - zero_point[c]) * scale[c];
