@@ -1,11 +1,12 @@
 """Quantisation kernels for JAX that compose with jit, vmap, grad and sharding."""
 
-from jaxquant import forward_mode, ggml
+from jaxquant import forward_mode, ggml, observers
 from jaxquant._core.information import export_checks, info
 from jaxquant._core.platforms import register_kernels
 from jaxquant.affine.dequantize import dequantize
 from jaxquant.affine.fake_quantize import fake_quantize
 from jaxquant.affine.granularity import PerAxis, PerBlock, PerGroup, PerTensor, PerToken
+from jaxquant.affine.learned_step import lsq_gradient_scale, lsq_init, positive_scale, raw_scale
 from jaxquant.affine.packing import pack, unpack
 from jaxquant.affine.qarray import QArray
 from jaxquant.affine.qparams import QParams
@@ -15,6 +16,7 @@ from jaxquant.affine.quantize import (
     quantize_per_channel,
     quantize_per_channel_backward,
 )
+from jaxquant.affine.smoothquant import smooth, smoothquant_factors
 
 __version__ = "0.1.0"
 
@@ -32,11 +34,18 @@ __all__ = [
     "forward_mode",
     "ggml",
     "info",
+    "lsq_gradient_scale",
+    "lsq_init",
+    "observers",
     "pack",
+    "positive_scale",
     "quantize",
     "quantize_backward",
     "quantize_per_channel",
     "quantize_per_channel_backward",
+    "raw_scale",
     "register_kernels",
+    "smooth",
+    "smoothquant_factors",
     "unpack",
 ]
