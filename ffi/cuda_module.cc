@@ -25,7 +25,7 @@ struct Device {
 using Cuda = CudaPlatform<Device>;
 using GgmlCuda = ggml::CudaPlatform<Device>;
 
-constexpr int kTargets = 16;
+constexpr int kTargets = 32;
 // In the order of ForEachTarget: what an initialize handler loads. It is given no attribute to know itself by.
 const char* target_names[kTargets];
 

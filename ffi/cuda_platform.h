@@ -47,6 +47,10 @@ struct CudaPlatform : Target {
     return Result("unpack", UnpackOnCuda(p, Target::Stream(context)));
   }
 
+  static ffi::Error Histogram(Context context, const char* name, const HistogramArguments& a) {
+    return Result(name, HistogramOnCuda(a, Target::Stream(context)));
+  }
+
   // Brings the kernels of an operation to the device before anything is executed: XLA records executions into CUDA
   // graphs, and a kernel that is launched for the first time while a stream is captured may fail to load.
   static ffi::Error Load(const std::string& target) {
@@ -67,6 +71,7 @@ struct CudaPlatform : Target {
       }
       if (error != nullptr) return Result(target.c_str(), error);
     }
+    if (target == "histogram" || target == "digit_histogram") return Result(target.c_str(), LoadHistogramOnCuda());
     return target == "pack" || target == "unpack" ? Result(target.c_str(), LoadPackingOnCuda()) : ffi::Error::Success();
   }
 

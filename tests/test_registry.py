@@ -64,7 +64,8 @@ def test_one_word_leads_from_python_to_the_kernel():
             home = importlib.import_module(f"jaxquant.ggml.{'products' if products else 'codec'}")
             assert getattr(home, f"{name}_p") is bound
             continue
-        module = "packing" if name in ("pack", "unpack") else name.removesuffix("_gradient")
+        shared = {"pack": "packing", "unpack": "packing", "digit_histogram": "histogram"}
+        module = shared.get(name, name.removesuffix("_gradient"))
         assert getattr(importlib.import_module(f"jaxquant.affine.{module}"), f"{name}_p") is bound
         assert module in folders
 

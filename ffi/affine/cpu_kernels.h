@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "ffi/affine/arguments.h"
+#include "ffi/affine/histogram/arguments.h"
 
 namespace jq {
 
@@ -43,6 +44,11 @@ struct PackingLoops {
   void (*unpack)(const uint8_t* in, uint8_t* out, int64_t n, int bits, bool is_signed);
 };
 
+struct HistogramLoops {
+  // Units [begin, end) of a plan; scratch: its ScratchWords. False: no loop for the type.
+  bool (*count)(const HistogramArguments&, const HistogramPlan&, int64_t begin, int64_t end, uint32_t* scratch);
+};
+
 // Everything compiled for one instruction set.
 struct CpuKernels {
   const char* isa;
@@ -50,6 +56,7 @@ struct CpuKernels {
   const AffineLoops* quantize;
   const AffineLoops* dequantize;
   const PackingLoops* packing;
+  const HistogramLoops* histogram;
 
   // Elements [begin, end) of x. False: no conversion for these types.
   bool (*map)(const AffineLoops&, const MapArguments&, bool gradient, int64_t begin, int64_t end);

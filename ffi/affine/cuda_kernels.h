@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ffi/affine/arguments.h"
+#include "ffi/affine/histogram/arguments.h"
 
 struct CUstream_st;
 
@@ -48,5 +49,8 @@ extern const CudaKernels fake_quantize_cuda, quantize_cuda, dequantize_cuda;
 const char* PackOnCuda(const PackArguments&, CudaStream);
 const char* UnpackOnCuda(const PackArguments&, CudaStream);
 const char* LoadPackingOnCuda();
+
+const char* HistogramOnCuda(const HistogramArguments&, CudaStream);
+const char* LoadHistogramOnCuda();
 
 }  // namespace jq

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "ffi/affine/arguments.h"
+#include "ffi/affine/histogram/handlers.h"
 #include "ffi/common/checks.h"
 
 namespace jq {
@@ -235,6 +236,8 @@ void ForEachTarget(const F& f) {
   f("dequantize_gradient", GradientHandler<Platform, Op::kDequantize>);
   f("pack", PackingHandler<Platform, true>);
   f("unpack", PackingHandler<Platform, false>);
+  f("histogram", HistogramHandler<Platform>);
+  f("digit_histogram", DigitHistogramHandler<Platform>);
 }
 
 }  // namespace jq
