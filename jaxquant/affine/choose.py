@@ -30,7 +30,7 @@ LARGEST, SMALLEST = np.finfo(np.float32).max, np.finfo(np.float32).tiny
 
 def choose_qparams(
     x: Any,
-    granularity: Granularity = PerTensor(),  # noqa: B008: frozen
+    granularity: Granularity = PerTensor(),  # noqa: B008
     *,
     qtype: Any = jnp.int8,
     symmetric: bool = True,
@@ -143,11 +143,11 @@ def _range(
     if method == "minmax":
         low, high = block_range(x, block, absolute=False, implementation=implementation)
         return low, high
+    if not isinstance(percentile, (int, float, np.floating, np.integer)) or not 0 <= percentile <= 100:
+        raise refuse(name, "percentile", "a number from 0 to 100", repr(percentile), "99.9 is usual")
     from jaxquant.affine import search
 
     if method == "percentile":
-        if not isinstance(percentile, (int, float, np.floating, np.integer)) or not 0 <= percentile <= 100:
-            raise refuse(name, "percentile", "a number from 0 to 100", repr(percentile), "99.9 is usual")
         return search.percentile_range(x, block, float(percentile))
     return search.mse_range(x, block, qmin, qmax, symmetric)
 
@@ -212,8 +212,13 @@ def scale_shape(shape: tuple[Any, ...], block: tuple[int, ...]) -> tuple[Any, ..
     return (*shape[: len(shape) - len(block)], *counts)
 
 
-def _results(x: Any, *, block: tuple[int, ...], absolute: bool) -> list[Result]:
-    return [Result("scale", scale_shape(x.shape, block), jnp.float32)] * (1 if absolute else 2)
+def _results(x: Any, **params: Any) -> list[Result]:
+    return [result for result in _padded_results(x, **params) if result is not None]
+
+
+def _padded_results(x: Any, *, block: tuple[int, ...], absolute: bool) -> list[Result | None]:
+    extreme = Result("scale", scale_shape(x.shape, block), jnp.float32)
+    return [None if absolute else extreme, extreme]
 
 
 def range_reference(x: Any, *, block: tuple[int, ...], absolute: bool) -> list[Any]:
@@ -253,6 +258,7 @@ range_p = build(
         name="range",
         operands=("full",),
         results=_results,
+        pad_results=_padded_results,
         reference=range_reference,
         attributes=lambda *, block, absolute: {"absolute": int(absolute)},
         across=range_across,

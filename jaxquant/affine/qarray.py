@@ -137,7 +137,7 @@ class QArray:
     @property
     def block_shape(self) -> tuple[int, ...]:
         """How many elements share a scale, axis by axis."""
-        return tuple(n if m == 1 else n // m for n, m in zip(self.shape, self.scale.shape, strict=True))
+        return tuple(1 if m == n != 1 else n // m for n, m in zip(self.shape, self.scale.shape, strict=True))
 
     @property
     def qvalue(self) -> jax.Array:
@@ -157,7 +157,7 @@ class QArray:
         Array([ 0.5, -1. ], dtype=float32)
         """
         dtype = self.scale.dtype if dtype is None else dtype
-        block = tuple(-1 if m == 1 else n // m for n, m in zip(self.shape, self.scale.shape, strict=True)) or None
+        block = tuple(-1 if m == 1 else b for b, m in zip(self.block_shape, self.scale.shape, strict=True)) or None
         return dequantize(
             self.qvalue, self.scale, self.zero_point, block_shape=block, dtype=dtype, implementation=implementation
         )
