@@ -49,11 +49,14 @@ struct Keys : BitsOf<X> {
     const Int magnitude = static_cast<Int>(bits & kMagnitude);
     return magnitude < kInfinity ? magnitude : Int{0};
   }
-  static JQ_HOST_DEVICE Int Low(Int bits) {
-    return static_cast<Int>(bits & kMagnitude) < kInfinity ? Ordered(bits) : kLowest;
-  }
-  static JQ_HOST_DEVICE Int High(Int bits) {
-    return static_cast<Int>(bits & kMagnitude) < kInfinity ? Ordered(bits) : kHighest;
+  static JQ_HOST_DEVICE Int Low(Int bits) { return IfFinite(bits, kLowest); }
+  static JQ_HOST_DEVICE Int High(Int bits) { return IfFinite(bits, kHighest); }
+
+ private:
+  // By a mask: compilers make one branch of two choices, and then no vectors.
+  static JQ_HOST_DEVICE Int IfFinite(Int bits, Int otherwise) {
+    const Int finite = static_cast<Int>(-static_cast<Int>(static_cast<Int>(bits & kMagnitude) < kInfinity));
+    return static_cast<Int>((Ordered(bits) & finite) | (otherwise & ~finite));
   }
 };
 
