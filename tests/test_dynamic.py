@@ -88,7 +88,9 @@ def check(x, layout, implementation, **keywords):
     assert_same_bits(q.qvalue, codes)
     if qtype in oracle.BITS and x.ndim:
         assert_same_bits(q.data, oracle.pack(codes, qtype))
-    expected = dynamic_oracle.fake_quantize(x, block, **{k: v for k, v in keywords.items() if k in KEYS} | {"qtype": qtype})
+    expected = dynamic_oracle.fake_quantize(
+        x, block, **{k: v for k, v in keywords.items() if k in KEYS} | {"qtype": qtype}
+    )
     assert_same_bits(fake, expected)
     return q
 
@@ -231,7 +233,10 @@ def test_qparams_serve_everywhere():
         p = jaxquant.choose_qparams(x, granularity, qtype=jnp.int4, symmetric=False)
         q = jaxquant.dynamic_quantize(x, granularity, qtype=jnp.int4, symmetric=False)
         assert_same_bits(jaxquant.quantize(x, p), q.qvalue)
-        assert_same_bits(jaxquant.fake_quantize(x, p), jaxquant.dynamic_fake_quantize(x, granularity, qtype=jnp.int4, symmetric=False))
+        assert_same_bits(
+            jaxquant.fake_quantize(x, p),
+            jaxquant.dynamic_fake_quantize(x, granularity, qtype=jnp.int4, symmetric=False),
+        )
         assert_same_bits(jaxquant.dequantize(q.qvalue, p), q.dequantize())
 
 

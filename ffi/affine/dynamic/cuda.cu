@@ -357,11 +357,14 @@ bool InRegisters(const DynamicArguments& d, bool fake, CudaStream stream) {
   p.symmetric = d.symmetric;
   p.range = {static_cast<float>(d.map.qmin), static_cast<float>(d.map.qmax)};
   const Output output = OutputOf(d, fake);
-  if constexpr (sizeof(Real) == 8) return LaunchRowsTo<double, double>(output, p, stream);
-  switch (d.map.x_type) {
-    case DType::kF32: return LaunchRowsTo<Real, float>(output, p, stream);
-    case DType::kF16: return LaunchRowsTo<Real, Float16>(output, p, stream);
-    default: return LaunchRowsTo<Real, BFloat16>(output, p, stream);
+  if constexpr (sizeof(Real) == 8) {
+    return LaunchRowsTo<double, double>(output, p, stream);
+  } else {
+    switch (d.map.x_type) {
+      case DType::kF32: return LaunchRowsTo<float, float>(output, p, stream);
+      case DType::kF16: return LaunchRowsTo<float, Float16>(output, p, stream);
+      default: return LaunchRowsTo<float, BFloat16>(output, p, stream);
+    }
   }
 }
 
