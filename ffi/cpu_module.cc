@@ -5,6 +5,7 @@
 #include <string>
 
 #include "ffi/affine/cpu_platform.h"
+#include "ffi/affine/dynamic/cpu_platform.h"
 #include "ffi/ggml/cpu_platform.h"
 #include "ffi/ggml/tables.h"
 
@@ -19,6 +20,7 @@ nb::dict Registrations() {
     targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
   };
   ForEachTarget<Cpu>(add);
+  ForEachDynamicTarget<DynamicCpu>(add);
   ggml::ForEachTarget<ggml::Cpu>(add);
   return targets;
 }

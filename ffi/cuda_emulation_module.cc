@@ -50,6 +50,7 @@ nb::dict Registrations() {
     targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
   };
   ForEachTarget<Emulated>(add);
+  ForEachDynamicTarget<Emulated>(add);
   ggml::ForEachTarget<GgmlEmulated>(add);
   return targets;
 }

@@ -25,7 +25,7 @@ struct Device {
 using Cuda = CudaPlatform<Device>;
 using GgmlCuda = ggml::CudaPlatform<Device>;
 
-constexpr int kTargets = 32;
+constexpr int kTargets = 48;
 // In the order of ForEachTarget: what an initialize handler loads. It is given no attribute to know itself by.
 const char* target_names[kTargets];
 
@@ -74,6 +74,7 @@ nb::dict Registrations() {
     target_names[count++] = name;
   };
   ForEachTarget<Cuda>(add);
+  ForEachDynamicTarget<Cuda>(add);
   ggml::ForEachTarget<GgmlCuda>(add);
   return targets;
 }

@@ -7,6 +7,8 @@
 #include <string>
 
 #include "ffi/affine/cuda_kernels.h"
+#include "ffi/affine/dynamic/cuda_kernels.h"
+#include "ffi/affine/dynamic/handlers.h"
 #include "ffi/affine/handlers.h"
 
 namespace jq {
@@ -50,6 +52,18 @@ struct CudaPlatform : Target {
   static ffi::Error Histogram(Context context, const char* name, const HistogramArguments& a) {
     return Result(name, HistogramOnCuda(a, Target::Stream(context)));
   }
+  static ffi::Error Range(Context context, const RangeArguments& a) {
+    return Result("range", RangeOnCuda(a, Target::Stream(context)));
+  }
+  static ffi::Error Dynamic(Context context, Op op, const DynamicArguments& d) {
+    bool complete = false;
+    const bool fake = op == Op::kFakeQuantize;
+    if (const char* error = DynamicOnCuda(d, fake, Target::Stream(context), &complete)) {
+      return Result(DynamicNameOf(op), error);
+    }
+    if (complete || d.map.view->size == 0) return ffi::Error::Success();
+    return d.packing != nullptr ? PackedMap(context, op, d.map, *d.packing) : Map(context, op, d.map, false);
+  }
 
   // Brings the kernels of an operation to the device before anything is executed: XLA records executions into CUDA
   // graphs, and a kernel that is launched for the first time while a stream is captured may fail to load.
@@ -69,9 +83,15 @@ struct CudaPlatform : Target {
         error = LoadAll(kernels.gradient_in_x);
         if (error == nullptr) error = LoadAll(kernels.gradient);
       }
+      if (error == nullptr && target == DynamicNameOf(op)) {
+        error = LoadDynamicOnCuda();
+        if (error != nullptr) return Result(target.c_str(), error);
+        return Load(name);
+      }
       if (error != nullptr) return Result(target.c_str(), error);
     }
     if (target == "histogram" || target == "digit_histogram") return Result(target.c_str(), LoadHistogramOnCuda());
+    if (target == "range") return Result(target.c_str(), LoadDynamicOnCuda());
     return target == "pack" || target == "unpack" ? Result(target.c_str(), LoadPackingOnCuda()) : ffi::Error::Success();
   }
 

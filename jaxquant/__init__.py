@@ -3,7 +3,9 @@
 from jaxquant import forward_mode, ggml, observers
 from jaxquant._core.information import export_checks, info
 from jaxquant._core.platforms import register_kernels
+from jaxquant.affine.choose import choose_qparams
 from jaxquant.affine.dequantize import dequantize
+from jaxquant.affine.dynamic import dynamic_fake_quantize, dynamic_quantize
 from jaxquant.affine.fake_quantize import fake_quantize
 from jaxquant.affine.granularity import PerAxis, PerBlock, PerGroup, PerTensor, PerToken
 from jaxquant.affine.learned_step import lsq_gradient_scale, lsq_init, positive_scale, raw_scale
@@ -28,7 +30,10 @@ __all__ = [
     "PerToken",
     "QArray",
     "QParams",
+    "choose_qparams",
     "dequantize",
+    "dynamic_fake_quantize",
+    "dynamic_quantize",
     "export_checks",
     "fake_quantize",
     "forward_mode",

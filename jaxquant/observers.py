@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxquant._core.errors import refuse
+from jaxquant.affine import choose, qtypes, search
 from jaxquant.affine import granularity as granularities
 from jaxquant.affine import histogram as _histogram
-from jaxquant.affine import qtypes, search
 from jaxquant.affine.histogram import histogram, percentile
 from jaxquant.affine.qparams import QParams
 
@@ -51,12 +51,8 @@ class _Observer:
     _fields: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        code = qtypes.lookup(self._name, self.qtype)
         # One spelling, so that equal observers are equal, and jit compiles once.
-        object.__setattr__(self, "qtype", jnp.dtype(code.name))
-        if self.symmetric and code.qmin == 0:
-            remedy = "use symmetric=False, or a signed qtype"
-            raise refuse(self._name, "qtype", "a signed code type with symmetric=True", code.name, remedy)
+        object.__setattr__(self, "qtype", jnp.dtype(self._limits()[0].name))
 
     @property
     def _name(self) -> str:
@@ -82,10 +78,14 @@ class _Observer:
         return _histogram.countable(jax.lax.stop_gradient(x))
 
     def _qparams(self, low: Any, high: Any) -> QParams:
-        return _qparams_from_range(
-            low, high, qtype=self.qtype, symmetric=self.symmetric, narrow_range=self.narrow_range,
-            block_shape=_blocks(self.granularity, low.ndim),
-        )  # fmt: skip
+        code, qmin, qmax = self._limits()
+        scale, zero_point = choose.parameters(low, high, qmin, qmax, self.symmetric)
+        zero_point = None if self.symmetric else zero_point.astype(jnp.int32)
+        block = _blocks(self.granularity, low.ndim)
+        return QParams(scale, zero_point, jnp.dtype(code.name), qmin, qmax, block)
+
+    def _limits(self) -> tuple[qtypes.QType, int, int]:
+        return choose.code_limits(self._name, self.qtype, self.symmetric, self.narrow_range)
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,9 @@ class AbsMax(_Observer):
     def update(self, state: State, x: Any) -> State:
         """The state after another batch."""
         x = self._prepare(state, x)
-        low, high = search.finite_range(x, state["absmax"].shape)
-        return {"absmax": jnp.maximum(state["absmax"], jnp.maximum(-low, high))}
+        block = search.block_of(x.shape, state["absmax"].shape)
+        (largest,) = choose.block_range(x, block, absolute=True)
+        return {"absmax": jnp.maximum(state["absmax"], largest)}
 
     def merge(self, state: State, axis_name: Any) -> State:
         """The state of all shards along mesh axes."""
@@ -131,7 +132,7 @@ class MinMax(_Observer):
 
     def update(self, state: State, x: Any) -> State:
         """The state after another batch."""
-        low, high = search.finite_range(self._prepare(state, x), state["low"].shape)
+        low, high, _ = search.finite_range(self._prepare(state, x), state["low"].shape)
         return {"low": jnp.minimum(state["low"], low), "high": jnp.maximum(state["high"], high)}
 
     def merge(self, state: State, axis_name: Any) -> State:
@@ -169,12 +170,11 @@ class MovingAverage(_Observer):
 
     def update(self, state: State, x: Any) -> State:
         """The state after another batch."""
-        x, grid = self._prepare(state, x), state["low"].shape
-        low, high = search.finite_range(x, grid)
+        low, high, seen = search.finite_range(self._prepare(state, x), state["low"].shape)
         if self.symmetric:
             high = jnp.maximum(-low, high)
             low = -high
-        seen, decay = search.has_finite(x, grid), jnp.float32(self.decay)
+        decay = jnp.float32(self.decay)
         batch = {"low": low, "high": high, "weight": jnp.ones_like(low)}
         return {k: jnp.where(seen, decay * state[k] + (1 - decay) * batch[k], state[k]) for k in self._fields}
 
@@ -210,9 +210,8 @@ class Percentile(_Observer):
     def update(self, state: State, x: Any) -> State:
         """The state after another batch."""
         x, grid = self._prepare(state, x), state["low"].shape
-        block = tuple(n if m == 1 else n // m if m else 1 for n, m in zip(x.shape, grid, strict=True))
-        low, high = search.percentile_range(x, block, self.percentile, self.symmetric)
-        seen = search.has_finite(x, grid).astype(jnp.float32)
+        low, high, seen = search.percentiles_seen(x, grid, self.percentile, self.symmetric)
+        seen = seen.astype(jnp.float32)
         return {
             "low": state["low"] + seen * low,
             "high": state["high"] + seen * high,
@@ -274,7 +273,7 @@ class Histogram(_Observer):
     def update(self, state: State, x: Any) -> State:
         """The state after another batch."""
         x = self._prepare(state, x)
-        low, high = search.finite_range(x, state["low"].shape)
+        low, high, _ = search.finite_range(x, state["low"].shape)
         span = jnp.maximum(state["span"], _power_of_two(jnp.maximum(-low, high)))
         bottom = jnp.zeros_like(span) if self.symmetric else -span
         counts = _histogram.count(x, bottom, span, bins=self.bins, magnitude=self.symmetric)
@@ -314,11 +313,11 @@ class Histogram(_Observer):
         """Scale and zero point for what was seen."""
         counts, span = state["counts"], state["span"]
         bottom = jnp.zeros_like(span) if self.symmetric else -span
-        code = qtypes.lookup(self._name, self.qtype)
+        _, qmin, qmax = self._limits()
         if self.search == "mse":
-            low, high = search.least_squares(counts, bottom, span, code.qmin, code.qmax, self.symmetric)
+            low, high = search.least_squares(counts, bottom, span, qmin, qmax, self.symmetric)
         elif self.search == "kl":
-            high = search.least_divergence(counts, span, code.qmax + 1)
+            high = search.least_divergence(counts, span, qmax + 1)
             low = -high
         elif self.symmetric:
             high = search.counted_percentile(counts, bottom, span, self.percentile)
@@ -358,17 +357,3 @@ def _blocks(granularity: Any, ndim: int) -> tuple[int, ...] | None:
     if isinstance(granularity, granularities.PerGroup):
         return tuple(granularity.size if d == granularity.axis % ndim else 1 for d in range(ndim))
     return granularity.shape if isinstance(granularity, granularities.PerBlock) else None
-
-
-def _qparams_from_range(
-    low: Any, high: Any, *, qtype: Any, symmetric: bool, narrow_range: bool | None, block_shape: Any
-) -> QParams:
-    code = qtypes.lookup("qparams_from_range", qtype)
-    narrow = symmetric if narrow_range is None else narrow_range
-    qmin, qmax = code.qmin + int(narrow), code.qmax
-    low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
-    span = jnp.maximum(-low, high) if symmetric else high - low
-    steps = qmax if symmetric else qmax - qmin
-    scale = jnp.where(span > 0, jnp.maximum(span / jnp.where(span == span, steps, span), _SMALLEST), 1)
-    zero = None if symmetric else jnp.clip(qmin - jnp.round(low / scale), qmin, qmax).astype(jnp.int32)
-    return QParams(scale.astype(jnp.float32), zero, qtype=code.name, qmin=qmin, qmax=qmax, block_shape=block_shape)

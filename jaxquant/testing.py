@@ -82,6 +82,7 @@ def conformance(implementation: str | None = None) -> Report:
     for case in _cases():
         judge.run(case)
     judge.packing()
+    judge.dynamic()
     judge.empty()
     ggml_conformance.check(judge.bits, judge.close, implementation)
     if judge.failures:
@@ -356,6 +357,30 @@ class _Judge:
             at = tuple(map(int, wrong[0]))
             shown = f"at {at}: expected {expected[at]}, got {actual[at]}"
             self.failures.append(f"{name}: {len(wrong)} of {same.size} differ, first {shown}")
+
+    @np.errstate(all="ignore")
+    def dynamic(self) -> None:
+        """Scales chosen from the values of rows, groups and columns, and what quantisation with them gives."""
+        for dtype in ("float32", "float16", "bfloat16"):
+            x = np.random.default_rng(5).normal(size=(9, 96)).astype(jnp.dtype(dtype))
+            x[0, :4], x[1] = [np.nan, np.inf, -np.inf, -0.0], 0
+            real, how = x.astype(np.float32), self.implementation
+            for block in ((1, 96), (1, 32), (9, 1), (9, 96)):
+                name, counts = f"{dtype}, blocks of {block}", (9 // block[0], 96 // block[1])
+                split = real.reshape(counts[0], block[0], counts[1], block[1])
+                largest = np.where(np.isfinite(split), np.abs(split), 0).max((1, 3))
+                scale = np.where(largest > 0, largest / np.float32(127), np.float32(1)).astype(np.float32)
+                t = np.rint(real / _spread(scale, x.shape))
+                codes = np.where(np.isnan(t), 0, np.clip(t, -127, 127))
+                values = np.clip(t, -127, 127) * _spread(scale, x.shape)
+                granularity = jaxquant.PerBlock(block)
+                q = jaxquant.dynamic_quantize(x, granularity, implementation=how)
+                fake = jaxquant.dynamic_fake_quantize(x, granularity, implementation=how)
+                self.bits("dynamic_quantize", f"dynamic_quantize, scale, {name}", q.scale, scale)
+                self.bits("dynamic_quantize", f"dynamic_quantize, {name}", q.qvalue, codes.astype(np.int8))
+                self.bits("dynamic_fake_quantize", f"dynamic_fake_quantize, {name}", fake, values.astype(x.dtype))
+                params = jaxquant.choose_qparams(x, granularity, implementation=how)
+                self.bits("range", f"range, {name}", params.scale, scale)
 
     def packing(self) -> None:
         rng = np.random.default_rng(1)

@@ -36,6 +36,20 @@ def quantize_backward(dy, x, scale, zero_point, **keywords):
     return jaxquant.quantize_backward(dy, x, scale, zero_point, **QTYPE, **keywords)
 
 
+def _granularity(axis, block_shape):
+    return jaxquant.PerBlock(block_shape) if axis is None else jaxquant.PerAxis(axis)
+
+
+def dynamic_fake_quantize(x, *, axis, block_shape, **keywords):
+    return jaxquant.dynamic_fake_quantize(x, _granularity(axis, block_shape), **QTYPE, symmetric=False, **keywords)
+
+
+def dynamic_quantize(x, *, axis, block_shape, **keywords):
+    """The codes, and the values, which tell the scales."""
+    q = jaxquant.dynamic_quantize(x, _granularity(axis, block_shape), qtype=jnp.uint8, symmetric=False, **keywords)
+    return q.data, q.dequantize()
+
+
 def gradient_of(function):
     """(dy, x, scale, zero_point) -> all three gradients: one equation of the operation's gradient primitive."""
 
@@ -87,6 +101,8 @@ OPERATIONS = [
     Operation("dequantize_stored", dequantize, ("codes", "scale", "zero_point"), (1, 2), model="dequantize"),
     Operation("quantize_integer", integer_quantize, _VALUE),
     Operation("quantize_packed", packed_quantize, _VALUE),
+    Operation("dynamic_fake_quantize", dynamic_fake_quantize, ("x",), (0,)),
+    Operation("dynamic_quantize", dynamic_quantize, ("x",), sums=(False, False)),
     Operation("pack", pack, ("codes",)),
     Operation("unpack", unpack, ("packed",)),
 ]

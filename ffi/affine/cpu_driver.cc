@@ -478,22 +478,18 @@ void FinishGradient(const GradientArguments& a) { a.wide ? FinishSums<double>(a)
 extern const AffineLoops fake_quantize_loops, quantize_loops, dequantize_loops;
 extern const PackingLoops packing_loops;
 extern const HistogramLoops histogram_loops;
+extern const RangeLoops range_loops;
 extern const CpuKernels cpu_kernels;
 
 #define JQ_TEXT(x) #x
 #define JQ_NAME(x) JQ_TEXT(x)
 const CpuKernels cpu_kernels = {
-    JQ_NAME(JQ_ISA),
-    &fake_quantize_loops,
-    &quantize_loops,
-    &dequantize_loops,
-    &packing_loops,
-    &histogram_loops,
-    Map,
-    GradientUnits,
-    Gradient,
-    FinishGradient,
-    &JQ_GGML_ISA::ggml_kernels,
+    JQ_NAME(JQ_ISA), &fake_quantize_loops,
+    &quantize_loops, &dequantize_loops,
+    &packing_loops,  &histogram_loops,
+    &range_loops,    Map,
+    GradientUnits,   Gradient,
+    FinishGradient,  &JQ_GGML_ISA::ggml_kernels,
 };
 
 }  // namespace JQ_ISA

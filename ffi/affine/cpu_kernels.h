@@ -49,6 +49,19 @@ struct HistogramLoops {
   bool (*count)(const HistogramArguments&, const HistogramPlan&, int64_t begin, int64_t end, uint32_t* scratch);
 };
 
+// Ranges of blocks as keys (ffi/affine/dynamic/math.h), low and high those of scale element 0. absolute: low is not
+// touched.
+struct RangeLoops {
+  // Adds elements [begin, end) of x. False: no such type.
+  bool (*fold)(const ScaleView&, DType, const void* x, bool absolute, int64_t begin, int64_t end, int32_t* low,
+               int32_t* high);
+  void (*merge)(const int32_t* low, const int32_t* high, int64_t n, bool absolute, int32_t* to_low, int32_t* to_high);
+  void (*values)(const int32_t* keys, int64_t n, float* values);
+  // Scales and zero points [begin, end), in double where wide.
+  void (*choose)(const int32_t* low, const int32_t* high, int64_t begin, int64_t end, bool symmetric,
+                 Range<float> range, bool wide, void* scale, void* zero_point);
+};
+
 // Everything compiled for one instruction set.
 struct CpuKernels {
   const char* isa;
@@ -57,6 +70,7 @@ struct CpuKernels {
   const AffineLoops* dequantize;
   const PackingLoops* packing;
   const HistogramLoops* histogram;
+  const RangeLoops* range;
 
   // Elements [begin, end) of x. False: no conversion for these types.
   bool (*map)(const AffineLoops&, const MapArguments&, bool gradient, int64_t begin, int64_t end);

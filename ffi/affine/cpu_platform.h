@@ -43,27 +43,15 @@ struct Cpu {
   }
 
   static ffi::Error PackedMap(Context pool, Op op, const MapArguments& a, const PackArguments& p) {
-    // Codes of a tile, then its bytes: the codes never leave the cache.
-    constexpr int64_t kTile = 4096;
-    const int64_t per_byte = 8 / p.bits, packed = (p.row_size + per_byte - 1) / per_byte;
-    const int64_t tiles = (p.row_size + kTile - 1) / kTile;
-    AdviseHugePages(p.out, p.rows * packed);
+    const int64_t tiles = (p.row_size + kPackTile - 1) / kPackTile;
+    AdviseHugePages(p.out, p.rows * ((p.row_size * p.bits + 7) / 8));
     std::atomic<bool> known{true};
-    const int64_t grain = kGrain / (p.row_size < kTile ? p.row_size : kTile);
+    const int64_t grain = kGrain / (p.row_size < kPackTile ? p.row_size : kPackTile);
     ParallelFor(pool, p.rows * tiles, grain, [&](int64_t begin, int64_t end) {
-      alignas(64) int8_t codes[kTile];
-      MapArguments tile = a;
-      tile.out = codes;
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t row = i / tiles, column = i % tiles * kTile;
-        const int64_t n = p.row_size - column < kTile ? p.row_size - column : kTile;
-        tile.out_origin = row * p.row_size + column;
-        if (!CpuKernelsHere().map(LoopsFor(op), tile, false, tile.out_origin, tile.out_origin + n)) {
-          known = false;
-          return;
-        }
-        CpuKernelsHere().packing->pack(reinterpret_cast<const uint8_t*>(codes),
-                                       static_cast<uint8_t*>(p.out) + row * packed + column / per_byte, n, p.bits);
+        const int64_t column = i % tiles * kPackTile;
+        const int64_t n = p.row_size - column < kPackTile ? p.row_size - column : kPackTile;
+        if (!PackSegment(op, a, p, i / tiles, column, n)) known = false;
       }
     });
     return known ? ffi::Error::Success() : UnknownTypes(op);
@@ -110,6 +98,27 @@ struct Cpu {
   static ffi::Error Histogram(Context pool, const char* name, const HistogramArguments& a) {
     if (CountOnCpu(pool, a)) return ffi::Error::Success();
     return ffi::Error(ffi::ErrorCode::kUnimplemented, std::string(name) + ": no CPU kernel for this element type.");
+  }
+
+ protected:
+  static constexpr int64_t kPackTile = 4096;
+
+  // Packed codes of n elements of a row from `column` on, which begins a byte. Codes of a tile, then its bytes: the
+  // codes never leave the cache.
+  static bool PackSegment(Op op, const MapArguments& a, const PackArguments& p, int64_t row, int64_t column,
+                          int64_t n) {
+    alignas(64) int8_t codes[kPackTile];
+    MapArguments tile = a;
+    tile.out = codes;
+    const int64_t per_byte = 8 / p.bits, packed = (p.row_size + per_byte - 1) / per_byte;
+    for (const int64_t end = column + n; column < end; column += kPackTile) {
+      const int64_t take = end - column < kPackTile ? end - column : kPackTile;
+      tile.out_origin = row * p.row_size + column;
+      if (!CpuKernelsHere().map(LoopsFor(op), tile, false, tile.out_origin, tile.out_origin + take)) return false;
+      CpuKernelsHere().packing->pack(reinterpret_cast<const uint8_t*>(codes),
+                                     static_cast<uint8_t*>(p.out) + row * packed + column / per_byte, take, p.bits);
+    }
+    return true;
   }
 
  private:

@@ -137,17 +137,10 @@ class Handlers {
     return p.rows == 0 || p.row_size == 0 ? ffi::Error::Success() : Platform::Unpack(context, p);
   }
 
- private:
   static ffi::Error CheckParameters(const char* name, Any scale, Any zero_point, bool wide) {
     const ffi::DataType real = wide ? ffi::DataType::F64 : ffi::DataType::F32;
     JQ_RETURN_IF_ERROR(CheckType(name, "scale", scale, real));
     return CheckType(name, "zero_point", zero_point, real);
-  }
-
-  static ffi::Error CheckBytes(const char* name, const char* operand, Any buffer) {
-    const bool bytes = buffer.element_type() == ffi::DataType::S8 || buffer.element_type() == ffi::DataType::U8;
-    return bytes ? ffi::Error::Success()
-                 : Refuse(name, operand, "int8 or uint8", static_cast<int>(buffer.element_type()));
   }
 
   // The packed array has the codes' shape but for the last axis.
@@ -178,6 +171,13 @@ class Handlers {
       p->rows = p->row_size == 0 ? 0 : 1;
     }
     return ffi::Error::Success();
+  }
+
+ private:
+  static ffi::Error CheckBytes(const char* name, const char* operand, Any buffer) {
+    const bool bytes = buffer.element_type() == ffi::DataType::S8 || buffer.element_type() == ffi::DataType::U8;
+    return bytes ? ffi::Error::Success()
+                 : Refuse(name, operand, "int8 or uint8", static_cast<int>(buffer.element_type()));
   }
 };
 

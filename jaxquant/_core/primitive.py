@@ -53,6 +53,8 @@ class Operation:
     serves(platform, **params) tells whether the platform's kernel takes such parameters; the reference does where not.
     dtypes: what the leading operand may be.
     host: whether the reference calls back to the host, as none can where a mesh is partly manual.
+    across(*operands, axes, **params) gives the results of a shard where mesh axes cut what a result of role "scale"
+    reduces over; without it, results of that role are summed over the axes.
 
     Where roles do not tell the shapes apart (values and the bytes of their blocks):
     axes(*operands, **params) names the axes of operands and results. Axes of one name are split alike, whatever their
@@ -70,6 +72,7 @@ class Operation:
     serves: Callable[..., bool] | None = None
     host: bool = False
     pad_results: Callable[..., list[Result | None]] | None = None
+    across: Callable[..., Sequence[Any]] | None = None
     axes: Callable[..., Axes] | None = None
     batch: Callable[..., Any] | None = None
     same_bits: str = "cpu (any instruction set and thread count), cuda, jax.numpy on cpu"
@@ -214,8 +217,12 @@ def _lower(
                 'export with implementation="xla", for one device, or with the call inside shard_map.'
             )
         else:
-            rule = _partitioned if operation.axes is None else _partitioned_by_name
-            lowered = partial(rule, operation, call, params)
+            if operation.across is not None:
+                across = partial(operation.across, implementation=implementation, **params)
+                lowered = partial(_partitioned, operation, call, params, across=across)
+            else:
+                rule = _partitioned if operation.axes is None else _partitioned_by_name
+                lowered = partial(rule, operation, call, params)
 
     def flat(*args: Any) -> Any:
         out = lowered(*args)
@@ -266,8 +273,14 @@ def _call(
 # -------------------------------------------------------------------------------------------------------- partitioning
 
 
-def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: dict[str, Any], *operands: Any) -> Any:
-    """`call` on each shard, with no communication but the sums that a result needs."""
+def _partitioned(
+    operation: Operation,
+    call: Callable[..., list[Any]],
+    params: dict[str, Any],
+    *operands: Any,
+    across: Callable[..., Sequence[Any]] | None = None,
+) -> Any:
+    """`call` on each shard, with no communication but the sums that a result needs, or that of `across`."""
     results = operation.results(*operands, **params)
     full = operands[0].shape if operation.operands[0] == "full" else results[0].shape
 
@@ -287,7 +300,7 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
             return tuple(n if n == 1 else n // _parts(mesh, axes) for n, axes in zip(shape, spec, strict=True))
 
         def shard(*parts: Any) -> Any:
-            out = call(*parts, results=[r._replace(shape=local(r.shape)) for r in results])
+            local_results = [r._replace(shape=local(r.shape)) for r in results]
             summed = [i for i, r in enumerate(results) if r.role == "scale"]
             axes = tuple(
                 name
@@ -295,8 +308,12 @@ def _partitioned(operation: Operation, call: Callable[..., list[Any]], params: d
                 if names is not None and summed and results[summed[0]].shape[d] == 1 and full[d] != 1
                 for name in ((names,) if isinstance(names, str) else names)
             )
+            if axes and across is not None:
+                avals = tuple(ShapedArray(r.shape, jnp.dtype(r.dtype)) for r in local_results)
+                return tuple(_alone_p.bind(*parts, function=partial(across, axes=axes), results=avals))
+            out = call(*parts, results=local_results)
             if axes:
-                for i, total in zip(summed, _all_reduce_p.bind(*(out[i] for i in summed), axes=axes), strict=True):
+                for i, total in zip(summed, _all_reduce([out[i] for i in summed], axes), strict=True):
                     out[i] = total
             return tuple(out)
 
@@ -337,7 +354,7 @@ def _partitioned_by_name(
             # Partial sums travel in float32.
             dtype = parts[0].dtype
             (out,) = call(parts[0].astype(jnp.float32), *parts[1:])
-            (total,) = _all_reduce_p.bind(out, axes=summed)
+            (total,) = _all_reduce([out], summed)
             return (total.astype(dtype),)
 
         return mesh, shard, tuple(map(sharding, names.results)), tuple(map(sharding, names.operands))
@@ -373,23 +390,28 @@ def _spec_by_name(mesh: Any, names: Axes, specs: Sequence[Any]) -> dict[str, tup
     return found
 
 
-def _lower_all_reduce(ctx: Any, *sums: Any, axes: tuple[str, ...]) -> Any:
-    def function(*sums: Any) -> list[Any]:
-        return list(jax.lax.psum(jnp.stack(sums), axes))
-
+def _lower_alone(
+    ctx: Any, *parts: Any, function: Callable[..., Sequence[Any]], results: tuple[ShapedArray, ...]
+) -> Any:
     # Without the mesh that explicit mode has around us: its types would annotate shardings, and inside a shard nobody
     # takes such annotations out any more.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         avals = [ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-        bare = ctx.replace(avals_in=avals, avals_out=avals, jaxpr_eqn_ctx=None)
-        return mlir.lower_fun(function, multiple_results=True)(bare, *sums)
+        bare = ctx.replace(avals_in=avals, avals_out=list(results), jaxpr_eqn_ctx=None)
+        return mlir.lower_fun(lambda *args: list(function(*args)), multiple_results=True)(bare, *parts)
 
 
-# The sums of all shards: one all-reduce for all of them together.
-_all_reduce_p = Primitive("jaxquant_all_reduce")
-_all_reduce_p.multiple_results = True
-_all_reduce_p.def_abstract_eval(lambda *sums, axes: list(sums))
-mlir.register_lowering(_all_reduce_p, _lower_all_reduce)
+# A function of one shard's arrays, which may communicate.
+_alone_p = Primitive("jaxquant_alone")
+_alone_p.multiple_results = True
+_alone_p.def_abstract_eval(lambda *parts, function, results: list(results))
+mlir.register_lowering(_alone_p, _lower_alone)
+
+
+def _all_reduce(sums: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
+    """The sums of all shards: one all-reduce for all of them together."""
+    avals = tuple(ShapedArray(s.shape, s.dtype) for s in sums)
+    return _alone_p.bind(*sums, function=lambda *s: jax.lax.psum(jnp.stack(s), axes), results=avals)
 
 
 def _common_spec(mesh: Any, full: tuple[int, ...], arrays: Sequence[tuple[Role, Any]]) -> list[Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxquant._core.errors import refuse
 from jaxquant.affine import qtypes
@@ -33,6 +35,9 @@ class QArray:
       qtype: the code type, a dtype as ``jnp.int8`` or ``jnp.int4``.
       qmin, qmax: the code range.
       layout: "plain" or "prepared".
+
+    Built by `dynamic_quantize`, `from_codes` and `from_qwix`; the constructor takes the attributes, and as ``tail`` the
+    logical sizes of the last axes, where those of ``data`` are others.
 
     >>> w = QArray.from_codes(jnp.array([[1, -2, 7]], jnp.int8), jnp.array([[0.5]]), qtype=jnp.int4)
     >>> w.shape, w.nbytes, w.dequantize()
@@ -137,7 +142,7 @@ class QArray:
     @property
     def block_shape(self) -> tuple[int, ...]:
         """How many elements share a scale, axis by axis."""
-        return tuple(n if m == 1 else n // m for n, m in zip(self.shape, self.scale.shape, strict=True))
+        return tuple(1 if m == n != 1 else n // m for n, m in zip(self.shape, self.scale.shape, strict=True))
 
     @property
     def qvalue(self) -> jax.Array:
@@ -157,10 +162,84 @@ class QArray:
         Array([ 0.5, -1. ], dtype=float32)
         """
         dtype = self.scale.dtype if dtype is None else dtype
-        block = tuple(-1 if m == 1 else n // m for n, m in zip(self.shape, self.scale.shape, strict=True)) or None
+        block = tuple(-1 if m == 1 else b for b, m in zip(self.block_shape, self.scale.shape, strict=True)) or None
         return dequantize(
             self.qvalue, self.scale, self.zero_point, block_shape=block, dtype=dtype, implementation=implementation
         )
+
+    def shardings(self, sharding: NamedSharding) -> QArray:
+        """Shardings of the leaves, in a QArray, from one of the logical array: for ``device_put`` and ``jit``.
+
+        Scales and zero points follow the codes: along each axis they are split alike where every shard has whole
+        blocks, and replicated where not.
+
+        Args:
+          sharding: a NamedSharding of the array's axes. Packed codes must be split into whole bytes.
+
+        Raises:
+          ValueError: a last axis whose packed codes do not divide into whole bytes; a prepared layout, whose last two
+            axes are not the array's, with either of them split.
+
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
+        >>> w = dynamic_quantize(jnp.ones((4, 8)), qtype=jnp.int4)
+        >>> split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
+        >>> jax.device_put(w, w.shardings(split)).scale.sharding.spec
+        PartitionSpec('model', None)
+        """
+        spec = (*sharding.spec, *[None] * (self.ndim - len(sharding.spec)))
+        shape, static = self.shape, self._static
+
+        def parts(entry: Any) -> int:
+            names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+            return math.prod(sharding.mesh.shape[name] for name in names)
+
+        if self.layout == "prepared":
+            if any(entry is not None for entry in spec[-2:]):
+                remedy = "shard the array before prepare(), or its leading axes"
+                raise refuse("QArray.shardings", "sharding", "whole matrices of a prepared array", str(spec), remedy)
+            data_spec = (*spec[:-2], *[None] * (len(self.data.shape) - len(spec) + 2))
+        else:
+            data_spec = spec
+            if static[3] and shape[-1] % (parts(spec[-1]) * (8 // static[0].bits)) and parts(spec[-1]) > 1:
+                expected = f"shards of whole bytes of {static[0].bits}-bit codes on an axis of {shape[-1]}"
+                raise refuse("QArray.shardings", "sharding", expected, str(sharding.spec), "split another axis")
+        along = [
+            entry if m != 1 and m % parts(entry) == 0 else None for entry, m in zip(spec, self.scale.shape, strict=True)
+        ]
+        own = [
+            NamedSharding(sharding.mesh, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
+            for axes in (data_spec, along)
+        ]
+        return QArray.tree_unflatten(static, (own[0], own[1], None if self.zero_point is None else own[1]))
+
+    def to_qwix(self) -> Any:
+        """As a ``qwix.QArray``: one array element for each code, of the code type (qwix must be installed).
+
+        >>> QArray.from_codes(jnp.array([[1, -2]]), 0.5, qtype=jnp.int4).to_qwix().qvalue  # doctest: +SKIP
+        Array([[1, -2]], dtype=int4)
+        """
+        import qwix
+
+        if self._static[0].bits > 8:
+            raise refuse(
+                "QArray.to_qwix", "qtype", "at most 8 bits", self._static[0].name, "qwix has no wider", TypeError
+            )
+        dtype = self.qtype
+        zero_point = None
+        if self.zero_point is not None:
+            zero_point = jnp.broadcast_to(self.zero_point, self.scale.shape).astype(dtype)
+        return qwix.QArray(qvalue=self.qvalue.astype(dtype), scale=self.scale, zero_point=zero_point, qtype=dtype)
+
+    @classmethod
+    def from_qwix(cls, array: Any) -> QArray:
+        """From a ``qwix.QArray`` of an integer type, with the same values.
+
+        Raises:
+          TypeError: a type that has no integer codes here, such as float8 or nf4.
+        """
+        qtype = array.qvalue.dtype if array.qtype is None else array.qtype
+        zero_point = None if array.zero_point is None else jnp.asarray(array.zero_point).astype(jnp.int32)
+        return cls.from_codes(array.qvalue, array.scale, zero_point, qtype=qtype)
 
     def __repr__(self) -> str:
         shape = self.shape if hasattr(self.data, "shape") else self.data

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxquant.affine import choose, histogram
 from jaxquant.affine import granularity as granularities
-from jaxquant.affine import histogram
 
 BINS = 2048
 # Ends of the ranges that are tried, as parts of the whole: 2^(-k / 16), the last about 1 / 245.
@@ -35,12 +35,20 @@ def percentile_range(
     ``percentile`` of x, widened to include 0.
     """
     x, grid = histogram.countable(x), granularities.scale_shape(x.shape, block_shape)
+    return percentiles_seen(x, grid, percentile, symmetric, implementation=implementation)[:2]
+
+
+def percentiles_seen(
+    x: Any, grid: tuple[int, ...], percentile: float, symmetric: bool, *, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`percentile_range` of a countable x, and which blocks have a finite value."""
     qs = (percentile,) if symmetric else (100 - percentile, percentile)
     values, counted = histogram.percentiles(x, grid, qs, symmetric, implementation)
-    values = jnp.where(counted[..., None] > 0, values, 0)
+    seen = counted > 0
+    values = jnp.where(seen[..., None], values, 0)
     if symmetric:
-        return -values[..., 0], values[..., 0]
-    return jnp.minimum(values[..., 0], 0), jnp.maximum(values[..., 1], 0)
+        return -values[..., 0], values[..., 0], seen
+    return jnp.minimum(values[..., 0], 0), jnp.maximum(values[..., 1], 0), seen
 
 
 def mse_range(
@@ -52,31 +60,24 @@ def mse_range(
     `least_squares` for the ranges that are tried.
     """
     x, grid = histogram.countable(x), granularities.scale_shape(x.shape, block_shape)
-    low, high = finite_range(x, grid)
+    low, high, _ = finite_range(x, grid, implementation=implementation)
     if symmetric:
         low, high = jnp.zeros_like(low), jnp.maximum(-low, high)
     counts = histogram.count(x, low, high, bins=BINS, magnitude=symmetric, implementation=implementation)
     return least_squares(counts.astype(jnp.float32), low, high, qmin, qmax, symmetric)
 
 
-def finite_range(x: Any, grid: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The extremes of the finite values of each block and 0, as float32."""
-    split, axes = _split(x.shape, grid)
-    finite = jnp.where(jnp.abs(x) < jnp.inf, x, 0).reshape(split)
-    low, high = finite.min(axis=axes, initial=0), finite.max(axis=axes, initial=0)
-    return low.astype(jnp.float32), high.astype(jnp.float32)
+def finite_range(
+    x: Any, grid: tuple[int, ...], *, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The extremes of the finite values of each block and 0, as float32, and which blocks have any."""
+    low, high = choose.block_range(x, block_of(x.shape, grid), absolute=False, implementation=implementation)
+    return jnp.minimum(low, 0), jnp.maximum(high, 0), low <= high
 
 
-def has_finite(x: Any, grid: tuple[int, ...]) -> jax.Array:
-    """Which blocks have a finite value."""
-    split, axes = _split(x.shape, grid)
-    return (jnp.abs(x) < jnp.inf).reshape(split).any(axis=axes)
-
-
-def _split(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[list[int], tuple[int, ...]]:
-    """Each axis as (blocks, block), and the axes within blocks."""
-    split = [size for n, m in zip(shape, grid, strict=True) for size in (m, n // m if m else 1)]
-    return split, tuple(range(1, len(split), 2))
+def block_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
+    """The block shape of so many blocks."""
+    return tuple(n if m == 1 else n // m if m else 1 for n, m in zip(shape, grid, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------ on histograms

@@ -8,6 +8,9 @@ namespace {
 
 template <typename Real>
 typename Loops<Real>::Map ValueLoop(DType x, DType out) {
+  if (x == DType::kBF16 && out == DType::kBF16 && sizeof(Real) == 4) {
+    return MapLoop<ValueOf<FakeQuantize>, Real, BFloat16, BFloat16>;
+  }
   if (x != kRealType<Real> || out != kRealType<Real>) return nullptr;
   return MapLoop<ValueOf<FakeQuantize>, Real, Real, Real>;
 }

@@ -9,6 +9,10 @@ namespace {
 template <typename Real>
 typename Loops<Real>::Map ValueLoop(DType x, DType out) {
   using Value = ValueOf<Quantize>;
+  if (x == DType::kBF16 && sizeof(Real) == 4) {
+    if (out == DType::kI8) return MapLoop<Value, Real, BFloat16, int8_t>;
+    if (out == DType::kU8) return MapLoop<Value, Real, BFloat16, uint8_t>;
+  }
   if (x != kRealType<Real>) return nullptr;
   switch (out) {
     case DType::kI8: return MapLoop<Value, Real, Real, int8_t>;
