@@ -234,7 +234,8 @@ class Histogram(_Observer):
 
     Counted are magnitudes over [0, span] where symmetric, else values over [-span, span]; span is a power of two. It
     grows by doubling, which merges pairs of bins: counts stay exact (to 2^24 in a bin, then to 24 bits), and those of
-    batches and shards add up whatever order they come in.
+    batches and shards add up whatever order they come in. (With both signs, negative values within 2^-24 of the span
+    at the time may count as 0.)
 
     Args:
       bins: a power of two.

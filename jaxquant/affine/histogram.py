@@ -236,7 +236,7 @@ def _locate(counts: Any, ranks: Any) -> tuple[Any, Any]:
     First among bins of bins: a running sum over all of them takes longer than the counting.
     """
     part = 32
-    parts = counts.reshape(*counts.shape[:-1], -1, part)
+    parts = counts.reshape(*counts.shape[:-1], counts.shape[-1] // part, part)
     outer, before = _first_beyond(parts.sum(axis=-1, dtype=jnp.int32), ranks)
     parts = jnp.broadcast_to(parts, (*ranks.shape, *parts.shape[-2:]))
     chosen = jnp.take_along_axis(parts, outer[..., None, None], axis=-2)[..., 0, :]
@@ -278,7 +278,7 @@ def binning(low: Any, high: Any, bins: int) -> tuple[Any, Any, Any]:
 
 def _count(slots: Any, bins: int) -> jax.Array:
     """How often each slot comes along the last axis; other slots than 0 to bins - 1 are left out."""
-    flat = slots.reshape(-1, slots.shape[-1])
+    flat = slots.reshape(math.prod(slots.shape[:-1]), slots.shape[-1])
     one = jax.vmap(lambda s: jnp.zeros(bins, jnp.int32).at[s].add(1, mode="drop"))
     counts = one(flat) if flat.shape[0] else jnp.zeros((0, bins), jnp.int32)
     return counts.reshape(*slots.shape[:-1], bins)
@@ -299,7 +299,7 @@ def _digit_histogram_reference(x: Any, prefix: Any, *, shift: int, width: int, m
     # Another shift by `width`: one by 32 would be undefined.
     same = ((key >> shift) >> width)[..., None, :] == prefix[..., None]
     slots = jnp.where(same & finite[..., None, :], digit[..., None, :], 1 << width)
-    return _count(slots, 1 << width).reshape(*prefix.shape[:-1], -1)
+    return _count(slots, 1 << width).reshape(*prefix.shape[:-1], prefix.shape[-1] << width)
 
 
 def _constant(primitive: Any) -> None:

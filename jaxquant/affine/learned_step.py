@@ -100,9 +100,8 @@ def lsq_init(
     split = [size for n, m in zip(x.shape, grid, strict=True) for size in (m, n // m if m else 1)]
     absolute = jnp.abs(x.astype(jnp.float32)).reshape(split)
     finite, axes = absolute < jnp.inf, tuple(range(1, len(split), 2))
-    # Halves of large values: their sum may be beyond float32 where their mean is not.
-    largest = jnp.maximum(jnp.where(finite, absolute, 0).max(axis=axes, initial=0, keepdims=True), FLOOR)
-    mean = (jnp.where(finite, absolute, 0) / largest).sum(axis=axes) / jnp.maximum(finite.sum(axis=axes), 1)
-    mean = mean * largest.reshape(grid)
+    # Shares of the mean: a sum may be beyond float32 where the mean is not.
+    share = 1 / jnp.maximum(finite.sum(axis=axes, keepdims=True), 1).astype(jnp.float32)
+    mean = (jnp.where(finite, absolute, 0) * share).sum(axis=axes)
     scale = mean * np.float32(2 / math.sqrt(code.qmax))
-    return jnp.where(scale > 0, jnp.clip(scale, FLOOR, 2.0**120), 1)
+    return jnp.where(scale > 0, jnp.clip(scale, FLOOR, 2.0**126), 1)

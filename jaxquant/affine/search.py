@@ -163,11 +163,12 @@ def least_divergence(counts: Any, high: Any, levels: int) -> jax.Array:
       levels: non-negative codes: 128 for int8.
     """
     bins = counts.shape[-1]
+    levels = min(levels, bins)
     index = jnp.arange(bins)
     ends = jnp.cumsum(counts, axis=-1)
     total = jnp.maximum(ends[..., -1:], 1)
     step = max(1, (bins - levels) // 128)
-    thresholds = jnp.arange(min(levels, bins), bins + 1, step)
+    thresholds = jnp.arange(levels, bins + 1, step)
 
     def divergence(i: Any) -> Any:
         inside = index < i
