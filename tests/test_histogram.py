@@ -340,7 +340,7 @@ def test_handlers_check_again():
     assert histogram_p.bind(x, bound, bound + 2, bins=2, **common).tolist() == [[[0, 24]]]
     assert digit_histogram_p.bind(x, jnp.zeros((1, 1, 0), jnp.uint32), shift=21, width=11, **common).shape == (1, 1, 0)
     bad = [
-        lambda: call("histogram", (1, 1, 0), x, bound, bound, bins=0, magnitude=0),
+        lambda: call("histogram", (1, 1, 4), x, bound, bound, bins=0, magnitude=0),
         lambda: call("histogram", (1, 1, 3), x, bound, bound, bins=4, magnitude=0),
         lambda: call("histogram", (1, 1, 4), x, bound, bound[0], bins=4, magnitude=0),
         lambda: call("histogram", (1, 5, 4), x, jnp.zeros((1, 5, 1)), jnp.zeros((1, 5, 1)), bins=4, magnitude=0),
