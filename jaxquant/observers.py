@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxquant._core import compat
 from jaxquant._core.errors import refuse
 from jaxquant.affine import choose, qtypes, search
 from jaxquant.affine import granularity as granularities
@@ -296,7 +297,8 @@ class Histogram(_Observer):
         """The counts over a span that is some doublings wider."""
         counts, doublings = state["counts"], _exponent(span) - _exponent(state["span"])
         most = self.bins.bit_length() - 1 if self.symmetric else self.bins.bit_length() - 2
-        doublings = jnp.minimum(doublings, most)[..., None]
+        # Alike in the manual axes they vary over, as the branches below must be.
+        counts, doublings = compat.match_varying_axes(counts, jnp.minimum(doublings, most)[..., None])
 
         def widen(counts: Any) -> Any:
             for power in range(most.bit_length()):
