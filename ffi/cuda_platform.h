@@ -49,6 +49,9 @@ struct CudaPlatform : Target {
     return Result("unpack", UnpackOnCuda(p, Target::Stream(context)));
   }
 
+  static ffi::Error Histogram(Context context, const char* name, const HistogramArguments& a) {
+    return Result(name, HistogramOnCuda(a, Target::Stream(context)));
+  }
   static ffi::Error Range(Context context, const RangeArguments& a) {
     return Result("range", RangeOnCuda(a, Target::Stream(context)));
   }
@@ -87,6 +90,7 @@ struct CudaPlatform : Target {
       }
       if (error != nullptr) return Result(target.c_str(), error);
     }
+    if (target == "histogram" || target == "digit_histogram") return Result(target.c_str(), LoadHistogramOnCuda());
     if (target == "range") return Result(target.c_str(), LoadDynamicOnCuda());
     return target == "pack" || target == "unpack" ? Result(target.c_str(), LoadPackingOnCuda()) : ffi::Error::Success();
   }

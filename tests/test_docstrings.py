@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxquant
-from jaxquant import forward_mode, ggml
+from jaxquant import forward_mode, ggml, observers
 
 PUBLIC = {name: getattr(jaxquant, name) for name in jaxquant.__all__ if not inspect.ismodule(getattr(jaxquant, name))}
 FORWARD_MODE = {f"forward_mode.{name}": getattr(forward_mode, name) for name in forward_mode.__all__}
@@ -19,15 +19,18 @@ GGML = {
 }
 METHODS = ("from_bytes", "zeros", "__getitem__", "dequantize", "take", "prepare")
 GGML_METHODS = {f"ggml.QTensor.{name}": getattr(ggml.QTensor, name) for name in METHODS}
+OBSERVERS = {f"observers.{name}": getattr(observers, name) for name in observers.__all__}
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, *FORWARD_MODE, *GGML, *GGML_METHODS])
+@pytest.mark.parametrize("name", [*PUBLIC, *FORWARD_MODE, *GGML, *GGML_METHODS, *OBSERVERS])
 def test_example(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
-    function = {**PUBLIC, **FORWARD_MODE, **GGML, **GGML_METHODS}[name]
-    names = {"jax": jax, "jnp": jnp, "jaxquant": jaxquant, "ggml": ggml, **PUBLIC}
+    function = {**PUBLIC, **FORWARD_MODE, **GGML, **GGML_METHODS, **OBSERVERS}[name]
+    names = {"jax": jax, "jnp": jnp, "jaxquant": jaxquant, "ggml": ggml, "observers": observers, **PUBLIC}
     if name in FORWARD_MODE:
         names |= {key.split(".")[1]: value for key, value in FORWARD_MODE.items()}
+    if name in OBSERVERS:
+        names |= {name.split(".")[1]: function}
     examples = [t for t in doctest.DocTestFinder(recurse=False).find(function, name, globs=names) if t.examples]
     assert examples, f"{name} has no example"
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

@@ -74,7 +74,8 @@ def test_one_word_leads_from_python_to_the_kernel():
         if name in products:
             assert getattr(importlib.import_module(f"jaxquant.affine.{products[name]}"), f"{name}_p") is bound
             continue
-        module = "packing" if name in ("pack", "unpack") else name.removesuffix("_gradient").removeprefix("stochastic_")
+        shared = {"pack": "packing", "unpack": "packing", "digit_histogram": "histogram"}
+        module = shared.get(name, name.removesuffix("_gradient").removeprefix("stochastic_"))
         module = "dynamic" if name.startswith("dynamic_") else "choose" if name == "range" else module
         assert getattr(importlib.import_module(f"jaxquant.affine.{module}"), f"{name}_p") is bound
         assert module in folders or module == "choose"

@@ -488,6 +488,7 @@ void FinishGradient(const GradientArguments& a) { a.wide ? FinishSums<double>(a)
 extern const AffineLoops fake_quantize_loops, quantize_loops, dequantize_loops;
 extern const AffineLoops stochastic_fake_quantize_loops, stochastic_quantize_loops;
 extern const PackingLoops packing_loops;
+extern const HistogramLoops histogram_loops;
 extern const RangeLoops range_loops;
 extern const CpuKernels cpu_kernels;
 void Adam8bit(const optim::AdamArguments& arguments, int64_t begin, int64_t end);
@@ -509,6 +510,7 @@ const CpuKernels cpu_kernels = {
     FinishGradient,
     &JQ_GGML_ISA::ggml_kernels,
     Adam8bit,
+    &histogram_loops,
 };
 
 }  // namespace JQ_ISA

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "ffi/affine/arguments.h"
+#include "ffi/affine/histogram/arguments.h"
 
 namespace jq {
 
@@ -48,6 +49,11 @@ struct PackingLoops {
   void (*unpack)(const uint8_t* in, uint8_t* out, int64_t n, int bits, bool is_signed);
 };
 
+struct HistogramLoops {
+  // Units [begin, end) of a plan; scratch: its ScratchWords. False: no loop for the type.
+  bool (*count)(const HistogramArguments&, const HistogramPlan&, int64_t begin, int64_t end, uint32_t* scratch);
+};
+
 // Ranges of blocks as keys (ffi/affine/dynamic/math.h), low and high those of scale element 0. absolute: low is not
 // touched.
 struct RangeLoops {
@@ -70,6 +76,7 @@ struct CpuKernels {
   const AffineLoops* stochastic_fake_quantize;
   const AffineLoops* stochastic_quantize;
   const PackingLoops* packing;
+  const HistogramLoops* histogram;
   const RangeLoops* range;
 
   // Elements [begin, end) of x. False: no conversion for these types.

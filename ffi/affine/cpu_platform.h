@@ -7,6 +7,7 @@
 
 #include "ffi/affine/cpu_kernels.h"
 #include "ffi/affine/handlers.h"
+#include "ffi/affine/histogram/cpu_platform.h"
 #include "ffi/common/memory.h"
 #include "ffi/common/parallel_for.h"
 
@@ -96,6 +97,11 @@ struct Cpu {
           CpuKernelsHere().packing->unpack(bytes, codes, n, p.bits, p.is_signed);
         },
         static_cast<uint8_t*>(p.out), static_cast<const uint8_t*>(p.in));
+  }
+
+  static ffi::Error Histogram(Context pool, const char* name, const HistogramArguments& a) {
+    if (CountOnCpu(pool, a)) return ffi::Error::Success();
+    return ffi::Error(ffi::ErrorCode::kUnimplemented, std::string(name) + ": no CPU kernel for this element type.");
   }
 
  protected:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ffi/affine/arguments.h"
+#include "ffi/affine/histogram/arguments.h"
 
 struct CUstream_st;
 
@@ -49,5 +50,8 @@ extern const CudaKernels stochastic_fake_quantize_cuda, stochastic_quantize_cuda
 const char* PackOnCuda(const PackArguments&, CudaStream);
 const char* UnpackOnCuda(const PackArguments&, CudaStream);
 const char* LoadPackingOnCuda();
+
+const char* HistogramOnCuda(const HistogramArguments&, CudaStream);
+const char* LoadHistogramOnCuda();
 
 }  // namespace jq

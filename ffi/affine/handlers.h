@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "ffi/affine/arguments.h"
+#include "ffi/affine/histogram/handlers.h"
 #include "ffi/common/checks.h"
 
 namespace jq {
@@ -358,6 +359,8 @@ void ForEachTarget(const F& f) {
   f("stochastic_quantize_gradient", KeyedGradientHandler<Platform, Op::kStochasticQuantize>);
   f("pack", PackingHandler<Platform, true>);
   f("unpack", PackingHandler<Platform, false>);
+  f("histogram", HistogramHandler<Platform>);
+  f("digit_histogram", DigitHistogramHandler<Platform>);
 }
 
 }  // namespace jq
