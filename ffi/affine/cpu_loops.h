@@ -28,15 +28,6 @@ struct GradientOf {
 };
 
 template <typename Function, typename Real, typename X, typename Out>
-inline __attribute__((always_inline)) void RunLoop(const Real* __restrict dy, const X* x, Out* out, int64_t n,
-                                                   Divisor<Real> divisor, Real zero, Range<Real> range) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) {
-    out[i] = Convert<Out>(Function::At(dy[i], Convert<Real>(x[i]), divisor, zero, range));
-  }
-}
-
-template <typename Function, typename Real, typename X, typename Out>
 void MapLoop(const Real* __restrict dy, const void* x_data, void* out_data, int64_t n, const Real* __restrict scale,
              const Real* __restrict zero_point, bool per_element, Range<Real> range, const Real* __restrict noise) {
   const X* x = static_cast<const X*>(x_data);
@@ -50,14 +41,13 @@ void MapLoop(const Real* __restrict dy, const void* x_data, void* out_data, int6
     }
     return;
   }
+  const Divisor<Real> divisor = Divisor<Real>::Of(*scale);
   const Real zero = RoundZeroPoint(*zero_point);
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     out[i] = Convert<Out>(
         Function::At(dy[i], Convert<Real>(x[i]), divisor, zero, range, Function::kNoisy ? noise[i] : Real(0)));
   }
-#endif
-  RunLoop<Function>(dy, x, out, n, Divisor<Real>::Of(*scale), zero, range);
 }
 
 // The sum of n terms of one chunk, in the order of arguments.h; terms has room for whole rows of kLanes. In registers,

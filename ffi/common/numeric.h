@@ -138,13 +138,6 @@ JQ_HOST_DEVICE Real RoundZeroPoint(Real value) {
   return RoundHalfToEven(value) + Real(0);
 }
 
-// Where a fused multiply-add is one instruction.
-#if defined(__CUDACC__) || defined(JQ_CUDA_ON_HOST) || defined(__FMA__)
-#define JQ_FAST_QUOTIENT 1
-#else
-#define JQ_FAST_QUOTIENT 0
-#endif
-
 // A row's scale as the quantiser uses it. Division is IEEE division, never a multiplication by 1 / scale: the two round
 // apart at ties.
 template <typename Real>
@@ -155,16 +148,16 @@ struct Divisor {
   // The same to those who clamp it to a range of codes; RoundedQuotient() rounds it half to even besides.
   JQ_HOST_DEVICE Real Quotient(Real value) const { return value / scale; }
   JQ_HOST_DEVICE Real RoundedQuotient(Real value) const { return RoundHalfToEven(value / scale); }
-#if JQ_FAST_QUOTIENT
+#if defined(__CUDACC__) || defined(JQ_CUDA_ON_HOST)
   static JQ_HOST_DEVICE bool Suits(Real, Real) { return true; }
   static JQ_HOST_DEVICE Divisor Fast(Real scale) { return {scale}; }
   static JQ_HOST_DEVICE Divisor One() { return {Real(1)}; }
 #endif
 };
 
-#if JQ_FAST_QUOTIENT
-// On a GPU a division costs ten instructions and a branch, on a CPU as long as ten others; with 1 / scale at hand three
-// give the same bits, for scales and values that tests/cpp/quotient_proof.cc bounds.
+#if defined(__CUDACC__) || defined(JQ_CUDA_ON_HOST)
+// On a GPU a division costs ten instructions and a branch; with 1 / scale at hand three give the same bits, for scales
+// and values that tests/cpp/quotient_proof.cc bounds.
 template <>
 struct Divisor<float> {
   float scale;

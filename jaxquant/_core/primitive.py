@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
