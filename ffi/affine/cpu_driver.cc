@@ -503,6 +503,7 @@ const CpuKernels cpu_kernels = {
     &stochastic_fake_quantize_loops,
     &stochastic_quantize_loops,
     &packing_loops,
+    &histogram_loops,
     &range_loops,
     Map,
     GradientUnits,
@@ -510,7 +511,6 @@ const CpuKernels cpu_kernels = {
     FinishGradient,
     &JQ_GGML_ISA::ggml_kernels,
     Adam8bit,
-    &histogram_loops,
 };
 
 }  // namespace JQ_ISA
