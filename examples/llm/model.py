@@ -11,7 +11,7 @@ attention, SwiGLU; with experts, the Mixtral layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxquant import ggml
 
@@ -221,16 +222,13 @@ def _experts(segment: Any, x: jax.Array, i: Any, config: Config, lhs_qtype: Any)
 
 
 def layer(
-    segment: Any,
-    i: Any,
-    x: jax.Array,
-    positions: jax.Array,
-    attention: Any,
-    config: Config,
-    lhs_qtype: Any,
-    adapters: Any = None,
-) -> jax.Array:
-    """Layer i of a stack on x [T, width]; attention(q, k, v) gives the mixed values."""
+    segment: Any, i: Any, x: jax.Array, *, positions: jax.Array, attention: Any, config: Config, lhs_qtype: Any,
+    adapters: Any = None, total: Any = lambda x: x,
+) -> jax.Array:  # fmt: skip
+    """Layer i of a stack on x [T, width].
+
+    attention(q, k, v) gives the mixed values; total sums over the devices of a shard_map, once for each half.
+    """
     adapters = adapters or {}
     product = lambda name, h: _product(segment[name], h, i, lhs_qtype, adapters.get(name))  # noqa: E731
     h = rms_norm(x, segment["attn_norm"][i], config.epsilon)
@@ -242,13 +240,16 @@ def layer(
         qkv.reshape(len(x), -1, config.head_size), [config.heads, config.heads + config.kv_heads], axis=1
     )
     mixed = attention(rotate(q, positions, config), rotate(k, positions, config), v)
-    x = x + product("o" if "o" in segment else "attn_output", mixed)
+    x = x + total(product("o" if "o" in segment else "attn_output", mixed))
 
     h = rms_norm(x, segment["ffn_norm"][i], config.epsilon)
     if config.experts:
         return x + _experts(segment, h, i, config, lhs_qtype)
-    gate, up = jnp.split(product("gate_up", h), 2, axis=-1)
-    return x + product("down", jax.nn.silu(gate) * up)
+    if "gate_up" in segment:
+        gate, up = jnp.split(product("gate_up", h), 2, axis=-1)
+    else:
+        gate, up = product("ffn_gate", h), product("ffn_up", h)
+    return x + total(product("down" if "down" in segment else "ffn_down", jax.nn.silu(gate) * up))
 
 
 def embed(params: Any, tokens: jax.Array) -> jax.Array:
@@ -258,7 +259,7 @@ def embed(params: Any, tokens: jax.Array) -> jax.Array:
 
 def decode(
     params: Any, config: Config, tokens: jax.Array, first: Any, cache: Any, *, empty: bool = False,
-    lhs_qtype: Any = jnp.int8,
+    lhs_qtype: Any = jnp.int8, total: Any = lambda x: x,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """Tokens [T] at positions first, first + 1, ...: the last layer's output [T, width], and the cache with them added.
 
@@ -276,7 +277,9 @@ def decode(
                 new.update(k=k, v=v)
                 return attend(q, k, v, old, first, config)
 
-            x = layer(segment, i, x, positions, attention, config, lhs_qtype)
+            x = layer(
+                segment, i, x, positions=positions, attention=attention, config=config, lhs_qtype=lhs_qtype, total=total
+            )  # fmt: skip
             return x, new
 
         count = segment["attn_norm"].shape[0]
@@ -312,3 +315,31 @@ def forward(
         x, _ = lax.scan(jax.checkpoint(body) if remat else body, x, (jnp.arange(count), mine))
         start += count
     return logits(params, config, x, lhs_qtype=lhs_qtype)
+
+
+# ------------------------------------------------------------------------------------------------------ several devices
+
+# Tensor parallelism: heads and the inner width are split, so that each half of a layer needs one sum.
+ROWS, COLUMNS = ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up"), ("attn_output", "ffn_down")
+
+
+def partition_specs(params: Any, axis: str) -> Any:
+    """Where parameters go on a mesh axis, for weights loaded with ``prepare=False, fuse=False``.
+
+    A matrix is cut by rows, or along its rows in whole blocks; what is left is on every device.
+    """
+
+    def spec(path: Any, leaf: Any) -> PartitionSpec:
+        names = {getattr(key, "key", None) for key in path}
+        if names & set(ROWS):
+            return PartitionSpec(None, axis, None)
+        return PartitionSpec(None, None, axis) if names & set(COLUMNS) else PartitionSpec(*[None] * leaf.ndim)
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def local(config: Config, devices: int) -> Config:
+    """What one of the devices of a shard_map sees."""
+    if config.heads % devices or config.kv_heads % devices:
+        raise ValueError(f"{config.heads} heads and {config.kv_heads} of keys: not divisible over {devices} devices")
+    return replace(config, heads=config.heads // devices, kv_heads=config.kv_heads // devices)

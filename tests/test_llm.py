@@ -1,0 +1,273 @@
+"""examples/llm: a decoder on packed weights beside NumPy in float64 and llama.cpp, sharded, fine-tuned, as programs."""
+
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import gguf_files
+import jax
+import jax.numpy as jnp
+import llama_oracle
+import meshes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxquant import ggml
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "llm"
+# Written by llama.cpp (as in llama-cpp-python 0.3.36, its own AVX-512 build) from the same file.
+CASES = Path(__file__).parent / "cases" / "llama_cpp_smollm2.npz"
+
+pytest.importorskip("tokenizers")
+sys.path.insert(0, str(EXAMPLES))
+import finetune_lora  # noqa: E402
+import model as llm  # noqa: E402
+from text import Text  # noqa: E402
+
+
+def oracle(path):
+    """The NumPy model of a file, read by the gguf package."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    tensors = {t.name: (int(t.tensor_type), np.array(t.data).view(np.uint8), t.shape[::-1]) for t in reader.tensors}
+    return llama_oracle.Model(tensors, {key: field.contents() for key, field in reader.fields.items()})
+
+
+def nmse(got, expected):
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    return ((got - expected) ** 2).sum() / (expected**2).sum()
+
+
+def make(path, *, layers=2, width=256, inner=512, heads=8, kv_heads=4, vocabulary=96, formats=("Q8_0",), experts=0):
+    """A random model whose layers take `formats` in turn."""
+    rng = np.random.default_rng(0)
+    size = width // heads
+    tensors, names = {}, {"token_embd": (vocabulary, width)}
+
+    def matrix(shape, format):
+        return ggml.quantize(rng.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5, format)
+
+    for i in range(layers):
+        names = {"attn_q": (width, width), "attn_k": (kv_heads * size, width), "attn_v": (kv_heads * size, width)}
+        names |= {"attn_output": (width, width)}
+        if experts:
+            names |= {f"ffn_{part}_exps": (experts, inner, width) for part in ("gate", "up")}
+            names |= {"ffn_down_exps": (experts, width, inner)}
+            tensors[f"blk.{i}.ffn_gate_inp.weight"] = rng.standard_normal((experts, width)).astype(np.float32) * 0.2
+        else:
+            names |= {"ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner)}
+        for name, shape in names.items():
+            tensors[f"blk.{i}.{name}.weight"] = matrix(shape, formats[i % len(formats)])
+        for norm in ("attn_norm", "ffn_norm"):
+            tensors[f"blk.{i}.{norm}.weight"] = rng.uniform(0.5, 1.5, width).astype(np.float32)
+    tensors["token_embd.weight"] = matrix((vocabulary, width), "Q8_0")
+    tensors["output.weight"] = matrix((vocabulary, width), formats[0])
+    tensors["output_norm.weight"] = rng.uniform(0.5, 1.5, width).astype(np.float32)
+    metadata = {
+        "general.architecture": "llama", "llama.block_count": layers, "llama.embedding_length": width,
+        "llama.feed_forward_length": inner, "llama.attention.head_count": heads, "llama.context_length": 512,
+        "llama.attention.head_count_kv": kv_heads, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 10000.0,
+    }  # fmt: skip
+    if experts:
+        metadata |= {"llama.expert_count": experts, "llama.expert_used_count": 2}
+    ggml.save_gguf(path, tensors, metadata)
+    return str(path)
+
+
+TOKENS = np.random.default_rng(1).integers(0, 96, 24)
+
+
+@pytest.mark.parametrize("formats", [("Q4_0",), ("Q8_0",), ("Q4_K", "Q6_K"), ("IQ4_XS",), ("MXFP4",)], ids=" ".join)
+@pytest.mark.parametrize("mode", ["float", "int8"])
+def test_logits_are_those_of_dequantised_weights_in_float64(tmp_path, formats, mode):
+    path = make(tmp_path / "m.gguf", layers=3, formats=formats)
+    expected = oracle(path).logits(TOKENS)
+    lhs_qtype, bound = {"float": (None, 1e-10), "int8": (jnp.int8, 1e-3)}[mode]
+    params, config = llm.load(path)
+    got = jax.jit(lambda p, t: llm.forward(p, config, t, lhs_qtype=lhs_qtype))(params, jnp.asarray(TOKENS))
+    assert nmse(got, expected) < bound
+    # In pieces through the cache, plain weights, matrices apart.
+    params, config = llm.load(path, prepare=False, fuse=False)
+    decode = jax.jit(partial(llm.decode, config=config, lhs_qtype=lhs_qtype), static_argnames="empty")
+    cache, rows = llm.new_cache(config, 64), []
+    for first, last in ((0, 9), (9, 23), (23, 24)):
+        x, cache = decode(params, tokens=jnp.asarray(TOKENS[first:last]), first=first, cache=cache, empty=first == 0)
+        rows.append(llm.logits(params, config, x, lhs_qtype=lhs_qtype))
+    assert nmse(np.concatenate(rows), expected) < bound
+
+
+def test_experts(tmp_path):
+    path = make(tmp_path / "m.gguf", experts=4, formats=("Q4_K",))
+    expected = oracle(path).logits(TOKENS)
+    params, config = llm.load(path)
+    assert nmse(llm.forward(params, config, jnp.asarray(TOKENS)), expected) < 1e-10
+    # A token whose experts are nearly tied takes another one where activations are rounded.
+    assert nmse(llm.forward(params, config, jnp.asarray(TOKENS), lhs_qtype=jnp.int8), expected) < 1e-2
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return str(gguf_files.smollm2())
+
+
+@pytest.fixture(scope="module")
+def real(smollm2):
+    return llm.load(smollm2)
+
+
+def continuation(params, config, ids, count, lhs_qtype):
+    step = jax.jit(
+        partial(llm.decode, config=config, lhs_qtype=lhs_qtype), static_argnames="empty", donate_argnames="cache"
+    )
+    head = jax.jit(lambda p, x: llm.logits(p, config, x[-1], lhs_qtype=lhs_qtype).argmax())
+    cache, new = llm.new_cache(config, 128), []
+    x, cache = step(params, tokens=jnp.asarray(ids), first=jnp.int32(0), cache=cache, empty=True)
+    for i in range(count):
+        new.append(int(head(params, x)))
+        x, cache = step(params, tokens=jnp.asarray(new[-1:]), first=jnp.int32(len(ids) + i), cache=cache)
+    return new
+
+
+def test_greedy_text_is_that_of_float64(smollm2, real):
+    ids = Text(ggml.load_gguf(smollm2).metadata).encode("The capital of France is")
+    new = continuation(*real, ids, 64, None)
+    # Each new token is the likeliest one after those before it.
+    logits = oracle(smollm2).logits([*ids, *new[:-1]])
+    assert logits[len(ids) - 1 :].argmax(1).tolist() == new
+
+
+def test_beside_llama_cpp(smollm2, real):
+    """llama.cpp quantises activations too, in another way: 32 at a time, with half-precision scales."""
+    cases, text = np.load(CASES), Text(ggml.load_gguf(smollm2).metadata)
+    run = jax.jit(lambda p, t: llm.forward(p, real[1], t, lhs_qtype=jnp.int8))
+    agreed = []
+    for i, prompt in enumerate(cases["prompts"]):
+        ids = text.encode(str(prompt))
+        assert ids == cases[f"ids{i}"].tolist()
+        new = cases[f"greedy{i}"].tolist()
+        got = np.asarray(run(real[0], jnp.asarray([*ids, *new[:-1]])))
+        assert nmse(got[: len(ids), :: int(cases["step"])], cases[f"logits{i}"]) < 5e-3
+        agreed += (got[len(ids) - 1 :].argmax(1) == new).tolist()
+    assert np.mean(agreed) > 0.95
+
+
+def test_text_round_trip(smollm2):
+    text = Text(ggml.load_gguf(smollm2).metadata)
+    code, turn = "def f(x):\n    return x + 1  # ünïcode 你好 1234", "<|im_start|>user\nHi<|im_end|>"
+    for sample, shown in ((code, code), (turn, "user\nHi"), ("", "")):
+        ids = text.encode(sample)
+        assert text.decode(ids) == shown
+        show = text.stream()
+        assert "".join(show(i) for i in ids) == text.decode(ids)
+    assert text.encode("<|im_end|>") == [2] and text.chat("Hi").endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("mode", ["auto", "shard_map"])
+def test_tensor_parallel(tmp_path, mode):
+    path = make(tmp_path / "m.gguf", formats=("Q4_0",), layers=2)
+    params, config = llm.load(path, prepare=False, fuse=False)
+    tokens, cache = jnp.asarray(TOKENS), llm.new_cache(config, 32)
+    expected = llm.logits(params, config, llm.decode(params, config, tokens, 0, cache, empty=True)[0])
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("model",), axis_types=(AxisType.Auto,))
+    specs = llm.partition_specs(params, "model")
+    heads = P(None, "model", None, None)
+    put = lambda tree, specs: jax.device_put(tree, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))  # noqa: E731
+    sharded, placed = put(params, specs), put(cache, {"k": heads, "v": heads})
+
+    def run(params, tokens, cache, config, total=lambda x: x):
+        x, cache = llm.decode(params, config, tokens, 0, cache, empty=True, total=total)
+        return llm.logits(params, config, x), cache
+
+    if mode == "auto":
+        step = jax.jit(partial(run, config=config))
+    else:
+        body = partial(run, config=llm.local(config, 4), total=partial(jax.lax.psum, axis_name="model"))
+        spec_of = {"k": heads, "v": heads}
+        step = jax.jit(
+            jax.shard_map(body, mesh=mesh, in_specs=(specs, P(), spec_of), out_specs=(P(), spec_of), check_vma=False)
+        )
+    got, _ = step(sharded, tokens, placed)
+    assert np.array_equal(np.asarray(got).argmax(-1), np.asarray(expected).argmax(-1))
+    assert nmse(got, expected) < 1e-9  # parts of a sum in another order; activations may round apart
+    found = meshes.collectives(step, sharded, tokens, placed)
+    # The scan's body is one layer: a sum for each of its halves.
+    assert found.get("all-reduce") == 2, found
+    if mode == "shard_map":
+        assert set(found) == {"all-reduce"}
+    # Weights, the only bytes there are, stay where they lie.
+    text = step.lower(sharded, tokens, placed).compile().as_text()
+    assert not re.search(r"= u8\[[^=]*(all-gather|all-to-all|collective-permute)", text)
+
+
+def test_gradients_are_those_of_the_dequantised_model(tmp_path):
+    path = make(tmp_path / "m.gguf", formats=("Q4_K",))
+    params, config = llm.load(path)
+    adapters = finetune_lora.new_adapters(params, config, 4, ("qkv", "o", "down"), jax.random.key(0))
+    adapters = jax.tree.map(lambda a: a + 0.02, adapters)
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 96, (2, 17)))
+    loss = finetune_lora.make_loss(config, None)
+    got = jax.jit(jax.grad(loss))(adapters, params, tokens)
+
+    plain, _ = llm.load(path, prepare=False)
+    floats = ggml.formats["F32"]
+
+    def dequantised(w):
+        values = np.asarray(w.dequantize())
+        return ggml.QTensor(jnp.asarray(values.view(np.uint8)), floats)
+
+    packed = lambda w: isinstance(w, ggml.QTensor)  # noqa: E731
+    dense = jax.tree.map(lambda w: dequantised(w) if packed(w) else w, plain, is_leaf=packed)
+    expected = jax.grad(loss)(adapters, dense, tokens)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert nmse(a, b) < 1e-9
+    # Frozen weights stay packed: no float array of a whole matrix, forward or backward.
+    text = jax.jit(jax.grad(loss)).lower(adapters, params, tokens).compile().as_text()
+    n, k = params["segments"][0]["gate_up"][0].shape[1:]
+    assert f"f32[{n},{k}]" not in text and f"f32[2,{n},{k}]" not in text
+
+
+def test_errors(tmp_path):
+    wrong = tmp_path / "wrong.gguf"
+    ggml.save_gguf(wrong, {"w": np.ones((2, 32), np.float32)}, {"general.architecture": "bert"})
+    with pytest.raises(ValueError, match="expected llama, got bert"):
+        llm.load(str(wrong))
+    ggml.save_gguf(wrong, {"w": np.ones((2, 32), np.float32)}, {"general.architecture": "llama"})
+    with pytest.raises(ValueError, match=r"lacks llama\.embedding_length"):
+        llm.load(str(wrong))
+    from generate import Generator
+
+    generator = Generator(make(tmp_path / "m.gguf"))
+    with pytest.raises(ValueError, match="context is 1 to 512"):
+        next(generator([1] * 500, 100))
+
+
+def program(name, *arguments):
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    command = [sys.executable, "-P", str(EXAMPLES / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_generate_program(smollm2, tmp_path):
+    done = program("generate.py", "--model", smollm2, "--plain", "--tokens", 12, "The capital of France is")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(" Paris.") and "tokens/s" in done.stdout
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(Path(smollm2).read_bytes()[:1000])
+    done = program("generate.py", "--model", broken)
+    assert done.returncode != 0 and "generate.py:" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_finetune_program(smollm2, tmp_path):
+    done = program(
+        "finetune_lora.py", "--model", smollm2, "--steps", 3, "--batch", 1, "--length", 24, "--output", tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "loss.png").stat().st_size > 5000
+    assert set(finetune_lora.load_adapters(tmp_path / "adapters.safetensors")) == {"qkv", "o"}
