@@ -13,6 +13,9 @@ the loops that move 16 bytes at a time. Fails when one of a kernel on float32, f
 The same holds for the dequantisation of block formats, with loads of 8 bytes where 1024 values are no multiple of 16
 bytes (the path shown writes float32). Their quantisers keep blocks in local memory; registers and stacks are listed.
 
+No kernel of the block products may touch local memory. Listed are the products of up to four activations for the
+formats that go straight into fragments, with the loads of WEIGHT_LOADS.
+
 For the table: instructions of a loop per element, and the fraction of the memory bandwidth of an H200 that is left if
 every scheduler issues an instruction each cycle. Registers tell how many threads fit (65536 a multiprocessor).
 
@@ -146,12 +149,13 @@ def read_kernels(object_file: pathlib.Path, arch: str, tools: dict[str, str]) ->
     kernels = []
     for mangled, name in zip(code, names.splitlines(), strict=True):
         name = re.sub(r"jq::|ggml::|\(anonymous namespace\)::", "", name).replace("> >", ">>")
-        found = re.match(r"(?:void )?(\w+)<(.*?)>\((?!.*\)<)", name)
+        found = re.match(r"(?:void )?(\w+)(?:<(.*?)>)?\((?!.*\)<)", name)
         if not found:
             continue
-        arguments = template_arguments(found[2])
+        arguments = template_arguments(found[2] or "")
         label = ", ".join(arguments).replace("ValueOf<", "value<").replace("GradientOf<", "gradient<")
-        kernels.append(Kernel(found[1], arguments, code[mangled], *usage[mangled], f"{found[1]}<{label}>"))
+        label = f"{found[1]}<{label}>" if arguments else found[1]
+        kernels.append(Kernel(found[1], arguments, code[mangled], *usage[mangled], label))
     return kernels
 
 
@@ -346,6 +350,67 @@ def examine_blocks(kernel: Kernel, formats: dict[str, tuple[int, int]]) -> tuple
     return [row], [f"{kernel.label}: {text}" for text in wrong]
 
 
+# ---- Products of block formats
+
+PRODUCTS = ("MatvecKernel", "MatmulKernel", "ValueKernel", "QuantizeActivationsKernel", "CountKernel", "AddUpKernel",
+            "ScatterKernel", "ZeroRowsKernel")  # fmt: skip
+# Bytes of a lane's load of weights, and why they are not 16.
+WEIGHT_LOADS = {
+    "MatvecKernel<Direct>": (4, "a lane's part of a fragment; the warp's lie in a row, 128 bytes"),
+    "MatvecKernel<Staged>": (None, "formats of any size and alignment, by the shared decoder"),
+    "MatmulKernel": (None, "words, which lanes of eight rows have side by side, or by the shared decoder"),
+    "ValueKernel": (None, "by the shared decoder"),
+}
+SPAN = 16 * 32  # weights that a warp multiplies at once: ffi/ggml/linear/cuda_fragments.cuh
+
+
+def spans_of(code: list[Instruction]) -> float:
+    """By the products of tensor cores: rows and columns of weights, 8 activations."""
+    shapes = {"8816": 8 * 16, "16816": 16 * 16, "16832": 16 * 32}
+    found = (shape for i in code if i.opcode.startswith("IMMA") for shape in shapes if shape in i.opcode.split("."))
+    return sum(shapes[shape] for shape in found) / SPAN
+
+
+def narrow_loads(code: list[Instruction]) -> int:
+    opcodes = (i.opcode.split(".") for i in code if i.opcode.startswith("LDG"))
+    return sum(bool({"U8", "S8", "U16", "S16"} & set(parts)) for parts in opcodes)
+
+
+def examine_product(kernel: Kernel, formats: dict[str, tuple[int, int]]) -> tuple[list[str], list[str]]:
+    wrong = []
+    local = sum(i.opcode.startswith(("LDL", "STL")) for i in kernel.code)
+    if kernel.stack or local:
+        wrong.append(f"{kernel.label}: uses local memory: {kernel.stack} bytes, {local} accesses")
+    if kernel.name == "MatmulKernel" and not any(wide(i) for i in kernel.code):
+        wrong.append(f"{kernel.label}: no loads of 16 bytes for activations")
+    found = re.match(r"MatvecKernel<Direct<(\w+)>, 4>", kernel.label)
+    if not found:
+        return [], wrong
+    values, size = formats[found[1]]
+    index = {instruction.address: i for i, instruction in enumerate(kernel.code)}
+    loops = [
+        best_path(kernel.code, index[i.target], index[i.address], lambda i: i.opcode.startswith("IMMA")).instructions
+        for i in kernel.code
+        if i.target is not None and not i.calls and i.target < i.address
+    ]
+    # Prepared and plain weights have loops of their own. A way with 64 weights to the lane is half a chunk, but counts
+    # all of the exchange of sums behind it, about one instruction a weight too many.
+    width, _ = WEIGHT_LOADS["MatvecKernel<Direct>"]
+    # The scales of two rows may lie alone.
+    ways = [path for path in loops if spans_of(path) and narrow_loads(path) <= 2 * spans_of(path)]
+    if not ways:
+        return [], [*wrong, f"{kernel.label}: no loop with loads of {width} bytes for weights"]
+    loop = min(ways, key=lambda path: len(path) / spans_of(path))
+    spans = spans_of(loop)
+    each, bytes_each = len(loop) / spans / (SPAN / 32), size / values
+    by_memory, by_issue = BANDWIDTH / bytes_each, ISSUE_RATE / each
+    row = (
+        f"{kernel.label:<66} {'1 token':<14} {kernel.registers:>4} {width:>5} {'':>6} {spans * 16:>5.0f} {each:>7.1f} "
+        f"{bytes_each:>6.2f} {by_memory / by_issue:>6.0%} {min(1.0, by_issue / by_memory) * BANDWIDTH / 1e12:>6.2f}"
+    )
+    return [row], wrong
+
+
 def compile_object(source: pathlib.Path, arch: str, ptx: bool, folder: pathlib.Path, nvcc: str) -> pathlib.Path:
     family, operation = source.parts[-3:-1]
     target = folder / f"{family}_{operation}_{arch}.o"
@@ -395,15 +460,21 @@ def main() -> int:
         wrong, formats = [], block_formats()
         for arch in archs:
             kernels = [k for file, its in objects if its == arch for k in read_kernels(file, arch, tools)]
-            kernels = [k for k in kernels if k.name in LOOPS or k.name in ("DequantizeKernel", "QuantizeKernel")]
+            kernels = [
+                k for k in kernels if k.name in LOOPS or k.name in ("DequantizeKernel", "QuantizeKernel", *PRODUCTS)
+            ]
             if not kernels:
                 wrong.append(f"sm_{arch}: no machine code")
                 continue
             print(f"\nsm_{arch}: {len(kernels)} kernels")
             print(f"{'kernel':<66} {'loop':<14} regs loads stores  each ins/elt  bytes  issue   TB/s")
             for kernel in sorted(kernels, key=lambda k: k.label):
-                rows, problems = examine(kernel) if kernel.name in LOOPS else examine_blocks(kernel, formats)
-                print("\n".join(rows))
+                if kernel.name in PRODUCTS:
+                    rows, problems = examine_product(kernel, formats)
+                else:
+                    rows, problems = examine(kernel) if kernel.name in LOOPS else examine_blocks(kernel, formats)
+                if rows:
+                    print("\n".join(rows))
                 wrong += [f"sm_{arch}: {problem}" for problem in problems]
     print(
         "\nloads, stores: bytes; each: elements of an iteration; ins/elt: instructions per element; bytes: moved per\n"

@@ -156,28 +156,29 @@ struct Decoder<TQ1_0> {
   static constexpr int kGroup = 32;
   static constexpr bool kOffset = false;
   // Digit n of bytes, which hold fractions of 3^5 in 256ths: the most significant digit first. What is left of a
-  // fraction, tripled, carries the next digit over 256.
-  JQ_DECODE Bytes<16> Digits(Bytes<16> fractions, int n) {
-    const Bytes<16> left = fractions * Spread<16>(kPowersOf3[n]);
+  // fraction, tripled, carries the next digit over 256. powers: of 3, the n-th.
+  JQ_DECODE Bytes<16> Digits(Bytes<16> fractions, Bytes<16> powers) {
+    const Bytes<16> left = fractions * powers;
     // 0 less two masks of -1
     const Bytes<16> first = (Bytes<16>)(left >= Spread<16>(86)), second = (Bytes<16>)(left >= Spread<16>(171));
     return Spread<16>(-1) - first - second;
   }
+  JQ_DECODE Bytes<16> Digit(const uint8_t* fractions, int n) {
+    return Digits(LoadBytes<16>(fractions), Spread<16>(kPowersOf3[n]));
+  }
   JQ_DECODE void Group(const TQ1_0& b, int g, int8_t* codes, float* scale, float*) {
     if (g < 5) {
-      StoreBytes<16>(Digits(LoadBytes<16>(b.qs), g), codes);
-      StoreBytes<16>(Digits(LoadBytes<16>(b.qs + 16), g), codes + 16);
+      StoreBytes<16>(Digit(b.qs, g), codes);
+      StoreBytes<16>(Digit(b.qs + 16, g), codes + 16);
     } else if (g < 7) {
-      StoreBytes<16>(Digits(LoadBytes<16>(b.qs + 32), 2 * (g - 5)), codes);
-      StoreBytes<16>(Digits(LoadBytes<16>(b.qs + 32), 2 * (g - 5) + 1), codes + 16);
+      StoreBytes<16>(Digit(b.qs + 32, 2 * (g - 5)), codes);
+      StoreBytes<16>(Digit(b.qs + 32, 2 * (g - 5) + 1), codes + 16);
     } else {
-      StoreBytes<16>(Digits(LoadBytes<16>(b.qs + 32), 4), codes);
+      StoreBytes<16>(Digit(b.qs + 32, 4), codes);
+      // Four digits of the last four bytes.
+      const uint8_t powers[16] = {1, 1, 1, 1, 3, 3, 3, 3, 9, 9, 9, 9, 27, 27, 27, 27};
       const uint32_t four = Word(b.qh), fours[4] = {four, four, four, four};
-      for (int n = 0; n < 4; ++n) {
-        int8_t digits[16];
-        StoreBytes<16>(Digits(LoadBytes<16>(fours), n), digits);
-        memcpy(codes + 16 + 4 * n, digits, 4);
-      }
+      StoreBytes<16>(Digits(LoadBytes<16>(fours), LoadBytes<16>(powers)), codes + 16);
     }
     *scale = HalfToFloat(b.d);
   }

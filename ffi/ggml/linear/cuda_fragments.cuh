@@ -28,6 +28,14 @@ namespace ggml {
 constexpr int32_t kMagic = 0x4b400000;
 constexpr float kMagicFloat = 12582912.0f;
 
+// What is computed from the result is computed where it is used, not ahead of a loop that needs the registers.
+__device__ __forceinline__ int Opaque(int value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 struct WeightFragment {
   uint32_t w[4];
 };

@@ -28,6 +28,8 @@ struct Stage {
   float w_scale[kStageSpans][2][kRows], w_offset[kStageSpans][2][kRows];
   float x_scale[kStageSpans][kPositions], x_sums[kStageSpans][2][kPositions];
   int64_t x_row[kPositions], out_row[kPositions];
+  const uint8_t* matrix;
+  int count;  // of positions
 };
 
 // The formats that are decoded in the kernel. A call would cost it the registers of the largest of all.
@@ -47,9 +49,10 @@ __device__ __forceinline__ void StoreSpanHere(int type_id, const Row& row, int64
 }
 
 template <int kGroup, bool kOffset, bool kCalls, int kRows, int kPositions>
-__device__ __forceinline__ void LoadStage(const Product& p, const uint8_t* matrix, int first_row, int first, int spans,
+__device__ __forceinline__ void LoadStage(const Product& p, int first_row, int first, int spans,
                                           Stage<kRows, kPositions>& stage) {
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = Opaque(static_cast<int>(threadIdx.x));
+  const uint8_t* matrix = stage.matrix;
   for (int task = thread; task < kRows * spans; task += kThreads) {
     const int i = task % kRows, s = task / kRows;
     const int64_t row = first_row + i < p.w.n ? first_row + i : p.w.n - 1;
@@ -60,11 +63,13 @@ __device__ __forceinline__ void LoadStage(const Product& p, const uint8_t* matri
       StoreSpanHere<kGroup, kOffset>(p.w.type_id, RowOf(p.w, matrix, row), first + s, to);
     }
   }
+#pragma unroll 2
   for (int task = thread; task < kPositions * 2 * spans; task += kThreads) {
     const int t = task / (2 * spans), part = task % (2 * spans);
     const uint32_t* codes = p.x.codes + (stage.x_row[t] + first) * (kSpan / 4) + 4 * part;
     StoreWords(LoadWords<16>(codes), stage.x[t] + 4 * part);
   }
+#pragma unroll 1
   for (int task = thread; task < kPositions * spans; task += kThreads) {
     const int t = task % kPositions, s = task / kPositions;
     const int64_t at = stage.x_row[t] + first + s;
@@ -86,19 +91,22 @@ __global__ void __launch_bounds__(kThreads, kCalls ? 1 : 2) MatmulKernel(const P
   const int warp_row = warp % kRowWarps * (kRowTiles * kTileRows);
   const int warp_position = warp / kRowWarps * (kPositionTiles * kTilePositions);
   ForEachTile(p.groups, (p.w.n + kRows - 1) / kRows, [&](const Tile& tile, int64_t column) {
-    const uint8_t* matrix = p.w.data + tile.expert * p.w.n * p.w.row_bytes;
     const int first_row = static_cast<int>(column * kRows);
     if (thread < kPositions) {  // positions beyond the tile's stand for its first
       const int64_t position = tile.first + (thread < tile.count ? thread : 0);
       stage.x_row[thread] = p.groups.XRow(position) * p.x.spans;
       stage.out_row[thread] = p.groups.OutRow(position);
     }
+    if (thread == 0) {
+      stage.matrix = p.w.data + tile.expert * p.w.n * p.w.row_bytes;
+      stage.count = tile.count;
+    }
     __syncthreads();
     float totals[kRowTiles][kPositionTiles][4] = {}, sums[kRowTiles][kPositionTiles][4] = {};
     const int all_spans = static_cast<int>(p.x.spans);
     for (int first = 0; first < all_spans; first += kStageSpans) {
       const int spans = all_spans - first < kStageSpans ? all_spans - first : kStageSpans;
-      LoadStage<kGroup, kOffset, kCalls>(p, matrix, first_row, first, spans, stage);
+      LoadStage<kGroup, kOffset, kCalls>(p, first_row, first, spans, stage);
       __syncthreads();
 #pragma unroll 1
       for (int s = 0; s < spans; ++s) {
@@ -155,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, kCalls ? 1 : 2) MatmulKernel(const P
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int position = warp_position + t * kTilePositions + 2 * q + i % 2;
-        if (position >= tile.count) continue;
+        if (position >= stage.count) continue;
         const int64_t out = stage.out_row[position] * p.w.n;
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {

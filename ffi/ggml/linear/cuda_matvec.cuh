@@ -154,8 +154,8 @@ JQ_HOST_DEVICE constexpr int UnrollOf(Place place, int positions, size_t block_b
 //   instructions allowed  4.4      8.3      4.4      5.3      6.4      4.1      4.1
 //   needed                2.1 2.6  1.3 1.6  2.6 3.1  3.2 3.9  4.5 6.0  3.8 4.4  3.5 3.9
 //
-// So all but IQ4_XS at 5 to 8 are bound by memory, at best; Q6_K, IQ4_XS and MXFP4 leave the schedulers little to
-// spare.
+// The exchange of sums after each chunk adds 0.7 to 1 to each (tools/cuda_report.py). So IQ4_XS and MXFP4, and Q6_K at
+// 5 to 8, are bound by instructions, at 80 to 95 % of the bandwidth; the others by memory, at best.
 template <typename F>
 struct Direct {
   static constexpr int kWarps = 8, kBlocks = 2;  // 128 registers
@@ -189,7 +189,7 @@ struct Direct {
   static __device__ __forceinline__ void Add(const Product& p, Shared&, const uint8_t* matrix, int first_row,
                                              int64_t chunk, int lane, const ActivationReader<kPositions>& x,
                                              Sums<kPositions>& out) {
-    const int last = static_cast<int>(p.w.n) - 1, g = first_row + lane / 4;
+    const int last = static_cast<int>(p.w.n) - 1, g = Opaque(first_row + lane / 4);
     const int row[2] = {g < last ? g : last, g + 8 < last ? g + 8 : last};
     if (!p.w.prepared) {
       AddWith<Place::kPlain, kPositions>(p, matrix, row, chunk, lane % 4, x, out);
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(Source::kWarps * 32, Source::kBlocks) MatvecKe
   JQ_SHARED(TileRows<kPositions>, rows, 1);
   JQ_SHARED(float, sums, 2, kWarps, kPositions* kStride);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int64_t chunks = (p.x.spans + kSpans - 1) / kSpans;
+  const int chunks = static_cast<int>((p.x.spans + kSpans - 1) / kSpans);
   ForEachTile(p.groups, (p.w.n + kTileRows - 1) / kTileRows, [&](const Tile& tile, int64_t column) {
     const uint8_t* matrix = p.w.data + tile.expert * p.w.n * p.w.row_bytes;
     const int first_row = static_cast<int>(column * kTileRows);
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(Source::kWarps * 32, Source::kBlocks) MatvecKe
     const ActivationReader<kPositions> x(rows[0], lane);
     float totals[kEach] = {};
     int buffer = 0;
-    for (int64_t first = 0; first < chunks; first += kWarps, buffer ^= 1) {
+    for (int first = 0; first < chunks; first += kWarps, buffer ^= 1) {
       if (first + warp < chunks) {
         Sums<kPositions> out = {};
         Source::template Add<kPositions>(p, of_source[0], matrix, first_row, first + warp, lane, x, out);
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(Source::kWarps * 32, Source::kBlocks) MatvecKe
         }
       }
       __syncthreads();
-      const int here = chunks - first < kWarps ? static_cast<int>(chunks - first) : kWarps;
+      const int here = chunks - first < kWarps ? chunks - first : kWarps;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int cell = i * kBlockThreads + thread;
