@@ -143,8 +143,9 @@ struct Cpu {
         kernels.prepare(g, scratch.get(), begin, end);
       });
     }
-    const Plan plan = PlanProduct(g, pool.num_threads());
-    ParallelFor(pool, plan.units, 1, [&](int64_t begin, int64_t end) {
+    const int64_t threads = ThreadsFor(pool, g);
+    const Plan plan = PlanProduct(g, threads);
+    ParallelFor(pool, plan.units, threads == 1 ? plan.units : 1, [&](int64_t begin, int64_t end) {
       const IeeeMode plain;
       kernels.product(g, plan, scratch.get(), begin, end);
     });
@@ -154,8 +155,9 @@ struct Cpu {
   static ffi::Error LinearGradient(Context pool, const ProductArguments& a) {
     Groups groups(a, a.k);
     const GroupedArguments& g = groups.arguments;
-    const Plan plan = PlanGradient(g, pool.num_threads());
-    ParallelFor(pool, plan.units, 1, [&](int64_t begin, int64_t end) {
+    const int64_t threads = ThreadsFor(pool, g);
+    const Plan plan = PlanGradient(g, threads);
+    ParallelFor(pool, plan.units, threads == 1 ? plan.units : 1, [&](int64_t begin, int64_t end) {
       const IeeeMode plain;
       LinearKernelsHere().gradient(g, plan, begin, end);
     });
@@ -163,6 +165,12 @@ struct Cpu {
   }
 
  private:
+  // To wake a thread takes as long as multiplying a million weights.
+  static int64_t ThreadsFor(Context pool, const GroupedArguments& g) {
+    constexpr int64_t kWorthWaking = 1 << 20;
+    return g.group_begin[g.experts] * g.n * g.k < kWorthWaking ? 1 : pool.num_threads();
+  }
+
   // Which rows belong to which matrix; rows of the result that belong to none are set to zero.
   struct Groups {
     std::vector<int64_t> begin, x_row, out_row;
