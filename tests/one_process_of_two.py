@@ -5,6 +5,8 @@ python one_process_of_two.py <port> <process id>
 
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -14,10 +16,14 @@ import numpy as np
 import oracle
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from llama_files import make
 from meshes import collectives
 
 import jaxquant
 from jaxquant import ggml
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "llm"))
+import model as llm
 
 
 def main(port, process):
@@ -55,6 +61,7 @@ def main(port, process):
         assert actual.is_fully_replicated
         oracle.assert_same_sum(actual.addressable_data(0), wanted, np.float32, exact=False)
     check_products(mesh, place)
+    check_language_model(mesh, place)
     print("done", jax.process_index())
 
 
@@ -80,6 +87,28 @@ def check_products(mesh, place):
     np.testing.assert_allclose(y.addressable_data(0), x @ values.T, rtol=1e-4, atol=1e-4)
     for shard in dx.addressable_shards:
         np.testing.assert_allclose(shard.data, (dy @ values)[shard.index], rtol=1e-4, atol=1e-4)
+
+
+def check_language_model(mesh, place):
+    """Tensor parallelism over both processes: the same tokens, and two all-reduces a layer."""
+    with tempfile.TemporaryDirectory() as folder:
+        params, config = llm.load(make(f"{folder}/m.gguf", formats=("Q4_0",)), prepare=False, fuse=False)
+    tokens = np.arange(12) * 7 % 96
+
+    @jax.jit
+    def run(params, tokens, cache):
+        x, _ = llm.decode(params, config, tokens, 0, cache, empty=True)
+        return llm.logits(params, config, x)
+
+    cache = llm.new_cache(config, 16)
+    expected = np.asarray(run(params, tokens, cache))
+    specs = llm.partition_specs(params, "a")
+    put = lambda leaf, spec: place(np.asarray(leaf), NamedSharding(mesh, spec))  # noqa: E731
+    operands = jax.tree.map(put, params, specs), put(tokens, P()), jax.tree.map(lambda a: put(a, P(None, "a")), cache)
+    got = run(*operands).addressable_data(0)
+    assert collectives(run, *operands) == {"all-reduce": 2}
+    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
+    assert np.array_equal(np.asarray(got).argmax(-1), expected.argmax(-1))
 
 
 if __name__ == "__main__":

@@ -232,13 +232,11 @@ def layer(
     adapters = adapters or {}
     product = lambda name, h: _product(segment[name], h, i, lhs_qtype, adapters.get(name))  # noqa: E731
     h = rms_norm(x, segment["attn_norm"][i], config.epsilon)
+    heads = lambda y: y.reshape(len(x), -1, config.head_size)  # noqa: E731
     if "qkv" in segment:
-        qkv = product("qkv", h)
+        q, k, v = jnp.split(heads(product("qkv", h)), [config.heads, config.heads + config.kv_heads], axis=1)
     else:
-        qkv = jnp.concatenate([product(name, h) for name in ("attn_q", "attn_k", "attn_v")], axis=-1)
-    q, k, v = jnp.split(
-        qkv.reshape(len(x), -1, config.head_size), [config.heads, config.heads + config.kv_heads], axis=1
-    )
+        q, k, v = (heads(product(name, h)) for name in ("attn_q", "attn_k", "attn_v"))
     mixed = attention(rotate(q, positions, config), rotate(k, positions, config), v)
     x = x + total(product("o" if "o" in segment else "attn_output", mixed))
 
