@@ -80,6 +80,13 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/affine.py
 	$(BIN)/python benchmarks/qat_step.py
 	$(BIN)/python benchmarks/ggml.py
+	$(BIN)/python benchmarks/dynamic.py
+	$(BIN)/python benchmarks/stochastic.py
+	$(BIN)/python benchmarks/observers.py
+	$(BIN)/python benchmarks/matmul.py
+	$(BIN)/python benchmarks/weight_only.py
+	$(BIN)/python benchmarks/qat_dense.py
+	$(BIN)/python benchmarks/optim.py
 
 $(VENV)/lint: $(VENV)/test
 	@$(BIN)/$(PIP) 'ruff==0.17.6' 'pyright==1.1.414' 'clang-format==23.1.5' && touch $@

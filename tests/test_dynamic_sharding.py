@@ -79,6 +79,7 @@ def test_through_xla():
         jax.tree.map(assert_same_bits, jax.jit(f)(sharded), jax.jit(f)(values()))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["per_tensor", "per_token", "per_axis", "groups"])
 def test_explicit(name):
     mesh = mesh_of(EIGHT, AxisType.Explicit)
@@ -90,6 +91,7 @@ def test_explicit(name):
             jax.tree.map(assert_same_bits, actual, expected[what])
 
 
+@pytest.mark.smoke
 def test_shard_map_chooses_for_each_shard():
     mesh = mesh_of(EIGHT)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32))

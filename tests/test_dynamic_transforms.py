@@ -19,6 +19,7 @@ def values():
     return jnp.asarray(x)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 def test_gradient_is_that_of_fake_quantize_with_constant_parameters(implementation):
     x = values()
@@ -61,6 +62,7 @@ def test_one_call_and_small_residuals():
     assert sum(leaf.size >= x.size for leaf in jax.tree.leaves(backward)) == 1
 
 
+@pytest.mark.smoke
 def test_export_and_symbolic_shapes():
     checks = jaxquant.export_checks()
     rows = jax.export.symbolic_shape("b, 16")
@@ -71,6 +73,7 @@ def test_export_and_symbolic_shapes():
     jax.tree.map(assert_same_bits, actual, f(x))
 
 
+@pytest.mark.smoke
 def test_vmap_gives_each_example_its_own_scale():
     x = values().reshape(5, 4, 10)
     for granularity in (jaxquant.PerTensor(), jaxquant.PerAxis(1), jaxquant.PerGroup(5)):

@@ -213,6 +213,7 @@ def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.smoke
 def test_jit_scan_remat_and_empty(implementation):
     x = jnp.asarray(data((3, 7, 11)))
     call = functools.partial(both, implementation=implementation)
@@ -252,6 +253,7 @@ def counted(granularity):
     return jax.jit(lambda x: (histogram(x, -2.0, 2.0, granularity, bins=16), percentile(x, [1, 99], granularity)))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "spec, kind",
     [
@@ -289,6 +291,7 @@ def test_collectives():
     assert set(count(PerAxis(0))) <= {"all-gather"} and not count(PerAxis(0)).get("all-reduce")
 
 
+@pytest.mark.smoke
 def test_shard_map():
     mesh = meshes.mesh_of((4, 1))
     x = data((8, 12))

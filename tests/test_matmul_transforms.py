@@ -77,6 +77,7 @@ def test_rows_do_not_depend_on_the_batch():
 # ----------------------------------------------------------------------------------------------- other transformations
 
 
+@pytest.mark.smoke
 @both
 def test_scan_remat_and_gradients(implementation):
     rng = np.random.default_rng(1)
@@ -92,6 +93,7 @@ def test_scan_remat_and_gradients(implementation):
     assert gradient == oracle.int_matmul(a[0], b).sum()
 
 
+@pytest.mark.smoke
 def test_derivatives_in_scales_and_bias():
     """Linear in each: the product with the tangent in its place."""
     p = Problem("int8", b=2, m=3, k=24, n=10, groups=2, zero_a=True, zero_w=True, bias=True)
@@ -111,6 +113,7 @@ def test_derivatives_in_scales_and_bias():
     np.testing.assert_allclose(dy, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 def test_export(implementation):
     rng = np.random.default_rng(2)
@@ -134,6 +137,7 @@ INTEGER_LAYOUTS = [  # a, b, result, collectives
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("layout", INTEGER_LAYOUTS, ids=lambda layout: f"{layout[0]} {layout[1]}")
 def test_sharded_int_matmul(layout, kind):
@@ -195,6 +199,7 @@ def test_sharded_prepare():
         np.testing.assert_array_equal(back(out).data, c)
 
 
+@pytest.mark.smoke
 def test_shard_map():
     mesh = mesh_of((2, 4))
     p, _ = scaled_case(4, True)

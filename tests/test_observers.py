@@ -260,6 +260,7 @@ def test_jit_scan_vmap_and_pytrees(observer):
     assert hash(observer) == hash(type(observer)(**observer.__dict__))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("observer", [*OBSERVERS, PER_CHANNEL[0], PER_CHANNEL[6]], ids=name)
 def test_merge(observer):
     """Four shards, two updates each, merged: the state of one device that saw it all."""
@@ -281,6 +282,7 @@ def test_merge(observer):
     assert_equal(merged, wanted)
 
 
+@pytest.mark.smoke
 def test_sharded_updates_are_global():
     mesh = meshes.mesh_of((4, 1))
     x = batches(1, (16, 6))[0]

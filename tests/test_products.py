@@ -199,6 +199,7 @@ SPECS = [
 ]  # fmt: skip
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", SPECS, ids=lambda case: case[0])
 def test_einsum(case):
     spec, x_shape, w_shape = case
@@ -268,6 +269,7 @@ def test_block_formats(lhs):
 # --------------------------------------------------------------------------------------------------------- derivatives
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("lhs", [None, jnp.int8])
 def test_gradients(lhs, prepared):
@@ -329,6 +331,7 @@ def stack(trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
+@pytest.mark.smoke
 @every_call
 def test_vmap(name):
     """Every non-empty subset of operands has the bits of a loop; the gradients of single ones and of all do too."""
@@ -351,6 +354,7 @@ def test_vmap(name):
                 close(a, np.asarray(e, np.float64))
 
 
+@pytest.mark.smoke
 @every_call
 def test_control_flow_and_remat(name):
     call, each = examples(name, 3)
@@ -379,6 +383,7 @@ def test_residuals_are_codes():
     assert sum(np.size(leaf) for leaf in saved) < 2 * w.size
 
 
+@pytest.mark.smoke
 def test_export():
     w, _ = weight(K, N, qtype="int4")
     x = normal(M, K)
@@ -399,6 +404,7 @@ PLACES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("place", PLACES)
 def test_sharding(place, kind):
@@ -424,6 +430,7 @@ def test_sharding(place, kind):
             assert collectives(back, *operands) == of_gradient
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("manual", [{"a", "b"}, {"a"}], ids=["full", "partly"])
 def test_shard_map(manual):
     mesh = mesh_of(MESH)

@@ -321,6 +321,7 @@ def stack(trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
+@pytest.mark.smoke
 @every_call
 def test_vmap(name):
     """Every operand alone, pairs with x, and all: values of a loop in bits, gradients up to the order of XLA's sums."""
@@ -336,6 +337,7 @@ def test_vmap(name):
         jax.tree.map(lambda a, e: close(a, e, 5e-6), gradient, expected_gradient)
 
 
+@pytest.mark.smoke
 @every_call
 def test_control_flow_and_remat(name):
     each, call = examples(3), CALLS[name]
@@ -382,6 +384,7 @@ PLACES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("place", PLACES)
 def test_sharding(place, kind):
@@ -410,6 +413,7 @@ def test_sharding(place, kind):
                 assert got.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), got.ndim)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("manual", [{"a", "b"}, {"a"}], ids=["full", "partly"])
 def test_shard_map(manual):
     """Each shard its rows; gradients of what is replicated are summed."""

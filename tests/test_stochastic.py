@@ -253,6 +253,7 @@ def same(actual, expected, exact=True):
             assert_same_bits(a, b)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 def test_jit_is_eager_and_keys_may_be_words(implementation):
     x, scale = values((5, 7)), jnp.float32(0.4)
@@ -291,6 +292,7 @@ def test_nested_vmap(implementation):
     assert_same_bits(scalars, [call(xs[0, i, 0], 0.4, keys[i]) for i in range(2)])
 
 
+@pytest.mark.smoke
 def test_scan_and_remat():
     x, keys = values((4, 6)), jax.random.split(KEY, 4)
 
@@ -314,6 +316,7 @@ def test_the_backward_keeps_the_key_and_no_noise():
     assert sum(sizes) <= x.size + 8
 
 
+@pytest.mark.smoke
 def test_second_order_and_forward_mode():
     x = jnp.asarray(values(5))
     y = fake_quantize(x, 0.4, qtype=jnp.int4)
@@ -328,6 +331,7 @@ def test_second_order_and_forward_mode():
     np.testing.assert_allclose(tangent.sum(), dx.sum() + ds, rtol=1e-5)
 
 
+@pytest.mark.smoke
 def test_export_and_donation():
     x = values((6, 5))
     expected = fake_quantize(x, 0.4)
@@ -350,6 +354,7 @@ def test_export_and_donation():
 SPECS = [P("a", "b"), P(("a", "b"), None), P(None, "b"), P("b", "a"), P(None, ("a", "b"))]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", SPECS)
 def test_shards_draw_what_the_whole_draws(spec, kind):
@@ -376,6 +381,7 @@ def test_sharded_examples_with_keys_of_their_own():
         assert_same_bits(jax.jit(call)(put(mesh, spec, xs), words), call(xs, keys))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 def test_inside_shard_map_a_shard_is_an_array(implementation):
     x = values((8, 12))

@@ -154,6 +154,7 @@ def stacked(size, layout, zero_point=True):
     return [jnp.stack(a) for a in zip(*rows, strict=True)], each[0].weight(layout)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_vmap(layout):
     """Over each of rows and matrices and both, against a loop; the gradient as well."""
@@ -180,6 +181,7 @@ def test_vmap(layout):
     assert_same_bits(last[:, :, 1], call(x[1], *[a[0] for a in operands]))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_derivatives(layout, implementation):
@@ -215,6 +217,7 @@ def test_derivatives(layout, implementation):
     assert_same_bits(rematerialised, jax.grad(loss(ours))(*primals))
 
 
+@pytest.mark.smoke
 def test_scan_over_layers():
     operands, weight = stacked(4, "prepared")
     x = jnp.asarray(normal(3, K))
@@ -244,6 +247,7 @@ def test_one_x_for_all_matrices():
     assert_same_bits(back(dy)[0], expected)
 
 
+@pytest.mark.smoke
 def test_export():
     w = matrix("int4", K, N, GROUPS, True)
     x = jnp.asarray(normal(5, K))
@@ -299,6 +303,7 @@ def placed_operands(mesh, w, layout, k_axis, n_axis):
     return put(mesh, data_spec, data), put(mesh, scale_spec, scale), put(mesh, scale_spec, zero_point)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sharded", SHARDED)
@@ -336,6 +341,7 @@ def test_shards_never_cut_what_belongs_together(layout):
             assert nmse(call(jnp.asarray(x)[None], placed, scale, zero_point), (x @ w.values)[None]) <= FLOAT
 
 
+@pytest.mark.smoke
 def test_shard_map():
     mesh = mesh_of((2, 2))
     w, x = matrix("int4", *BIG, True), normal(8, BIG[0])
