@@ -38,10 +38,9 @@ import tempfile
 from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SOURCES = sorted(ROOT.glob("ffi/*/*/cuda.cu"))
+SOURCES = sorted(ROOT.glob("ffi/**/cuda.cu"))
 # As in cmake/cuda.cmake.
 FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", f"-I{ROOT}"]
-FLUSH = {"affine": "-ftz=true", "ggml": "-ftz=false"}
 
 # An H200: copy bandwidth as measured, and lane instructions a second.
 BANDWIDTH = 4.3e12
@@ -361,6 +360,7 @@ WEIGHT_LOADS = {
     "MatmulKernel": (None, "words, which lanes of eight rows have side by side, or by the shared decoder"),
     "ValueKernel": (None, "by the shared decoder"),
 }
+FEW_REGISTERS = 64  # bytes
 SPAN = 16 * 32  # weights that a warp multiplies at once: ffi/ggml/linear/cuda_fragments.cuh
 
 
@@ -411,14 +411,22 @@ def examine_product(kernel: Kernel, formats: dict[str, tuple[int, int]]) -> tupl
     return [row], wrong
 
 
+def examine_stack(kernel: Kernel) -> tuple[list[str], list[str]]:
+    """Of the kernels whose speed nothing is promised about: local memory, listed up to a few registers' worth."""
+    if not kernel.stack:
+        return [], []
+    row = f"{kernel.label[:66]:<66} {f'stack {kernel.stack}':<14} {kernel.registers:>4}"
+    return [row], [f"{kernel.label}: {kernel.stack} bytes of local memory"] if kernel.stack > FEW_REGISTERS else []
+
+
 def compile_object(source: pathlib.Path, arch: str, ptx: bool, folder: pathlib.Path, nvcc: str) -> pathlib.Path:
-    family, operation = source.parts[-3:-1]
-    target = folder / f"{family}_{operation}_{arch}.o"
+    parts = source.relative_to(ROOT / "ffi").parts[:-1]
+    target = folder / f"{'_'.join(parts)}_{arch}.o"
     code = f"[sm_{arch},compute_{arch}]" if ptx else f"sm_{arch}"
     command = [
         nvcc,
         *FLAGS,
-        FLUSH[family],
+        f"-ftz={'false' if parts[0] == 'ggml' else 'true'}",
         "-gencode",
         f"arch=compute_{arch},code={code}",
         "-c",
@@ -460,9 +468,6 @@ def main() -> int:
         wrong, formats = [], block_formats()
         for arch in archs:
             kernels = [k for file, its in objects if its == arch for k in read_kernels(file, arch, tools)]
-            kernels = [
-                k for k in kernels if k.name in LOOPS or k.name in ("DequantizeKernel", "QuantizeKernel", *PRODUCTS)
-            ]
             if not kernels:
                 wrong.append(f"sm_{arch}: no machine code")
                 continue
@@ -471,8 +476,12 @@ def main() -> int:
             for kernel in sorted(kernels, key=lambda k: k.label):
                 if kernel.name in PRODUCTS:
                     rows, problems = examine_product(kernel, formats)
+                elif kernel.name in ("DequantizeKernel", "QuantizeKernel"):
+                    rows, problems = examine_blocks(kernel, formats)
+                elif kernel.name in LOOPS:
+                    rows, problems = examine(kernel)
                 else:
-                    rows, problems = examine(kernel) if kernel.name in LOOPS else examine_blocks(kernel, formats)
+                    rows, problems = examine_stack(kernel)
                 if rows:
                     print("\n".join(rows))
                 wrong += [f"sm_{arch}: {problem}" for problem in problems]

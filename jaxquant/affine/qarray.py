@@ -36,6 +36,7 @@ class QArray:
       qtype: the code type, a dtype as ``jnp.int8`` or ``jnp.int4``.
       qmin, qmax: the code range.
       layout: "plain" or "prepared".
+      tail: of the constructor: the logical sizes of the last axes, where those of ``data`` are others.
 
     Built by `dynamic_quantize`, `from_codes` and `from_qwix`; the constructor takes the attributes, and as ``tail`` the
     logical sizes of the last axes, where those of ``data`` are others.
