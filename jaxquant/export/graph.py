@@ -7,6 +7,7 @@ only where something needs them: convolutions and products then follow each othe
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,17 +146,20 @@ class Graph:
         """A constant tensor; of code type ``qtype``, packed as ONNX packs. Equal ones are stored once."""
         value = np.ascontiguousarray(value).reshape(np.shape(value))
         bits = qtypes.QTYPES[qtype].bits if qtype else 8
-        key = (value.tobytes(), value.shape, value.dtype.name, qtype)
-        if key in self._stored:
-            return self._stored[key]
-        name = self._stored[key] = self.fresh(hint)
         if qtype is None:
             kind, raw = self.type_of(value.dtype), value.astype(value.dtype.newbyteorder("<")).tobytes()
         else:
             kind = getattr(self.onnx.TensorProto, qtype.upper())
-            raw = _pack(value, bits) if bits < 8 else value.astype(qtypes.QTYPES[qtype].container).tobytes()
-        self.initializers.append(self.onnx.helper.make_tensor(name, kind, value.shape, raw, raw=True))
-        return name
+            raw = (
+                _pack(value, bits)
+                if bits < 8
+                else value.astype(qtypes.QTYPES[qtype].container.newbyteorder("<")).tobytes()
+            )
+        key = (hashlib.sha256(raw).digest(), value.shape, kind)
+        if key not in self._stored:
+            name = self._stored[key] = self.fresh(hint)
+            self.initializers.append(self.onnx.helper.make_tensor(name, kind, value.shape, raw, raw=True))
+        return self._stored[key]
 
     def sizes_of(self, shape: Shape) -> str:
         """An int64 tensor of a shape."""
@@ -194,6 +198,18 @@ class Graph:
                 makers[name].output[0] = output
             else:
                 self.nodes.append(self.onnx.helper.make_node("Identity", [name], [output], name=output))
+
+        self._prune(set(outputs))
+
+    def _prune(self, needed: set[str]) -> None:
+        """Drops what no result depends on."""
+        kept = []
+        for node in reversed(self.nodes):
+            if node.output[0] in needed:
+                kept.append(node)
+                needed.update(node.input)
+        self.nodes = kept[::-1]
+        self.initializers = [each for each in self.initializers if each.name in needed]
 
     # -------------------------------------------------------------------------------------------------------- values
 

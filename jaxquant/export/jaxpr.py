@@ -71,20 +71,28 @@ def to_onnx(
       An ``onnx.ModelProto`` that ``onnx.checker`` has accepted (the package onnx must be installed); write it with
       ``onnx.save``.
 
-    Numbers: codes are those of jaxquant, bit for bit, for finite values (of NaN and infinities runtimes differ). Sums
-    of products are as exact as the runtime's: a runtime may multiply the integers, or floats. Of dynamic int8
-    activations by per-channel weights, results have the same bits where MatMulInteger is exact.
+    Numbers: codes are those of jaxquant, bit for bit, for the same finite values (of NaN and infinities runtimes
+    differ). A runtime may multiply integers or floats, and sums in its own order: results differ by the rounding of
+    float32 sums, and a later code where one lies that close to a tie. Of dynamic int8 activations by per-channel
+    weights, results have the same bits where MatMulInteger is exact.
+
+    ONNX Runtime (1.32): for weights without quantised activations its default is to round x to int8 in a product of its
+    own; the session option ``session.qdq_matmulnbits_accuracy_level`` = "1" keeps float32. Its fused product of 2-bit
+    codes (opset 25) gives wrong numbers; the default, which stores them in 4, does not meet it.
 
     Raises:
-      NotImplementedError: a primitive without a rule; float64; codes of activations that are packed, or scales of
-        blocks along symbolic sizes.
-      ValueError: a static scale or zero point that depends on an input; a zero point outside its code type.
+      NotImplementedError: a primitive without a rule, such as a loop; packed codes of activations; ``lhs_qtype`` with
+        weights in groups or with zero points.
+      ValueError: a scale that depends on an input; a zero point outside its code type; blocks along symbolic sizes; an
+        opset that lacks what the model needs.
+      TypeError: float64 where it is quantised.
+      ImportError: no onnx.
 
     >>> w = dynamic_quantize(jnp.ones((4, 2)), PerAxis(1))
-    >>> scale = choose_qparams(jnp.array([-1.0, 2.0]))
+    >>> scale = QParams(jnp.float32(0.02))
     >>> model = jaxquant.export.to_onnx(lambda x: jax.nn.relu(matmul(fake_quantize(x, scale), w)), jnp.ones((3, 4)))
     >>> [node.op_type for node in model.graph.node]
-    ['Clip', 'QuantizeLinear', 'DequantizeLinear', 'DequantizeLinear', 'MatMul', 'Relu']
+    ['QuantizeLinear', 'DequantizeLinear', 'DequantizeLinear', 'MatMul', 'Relu']
     """
     try:
         import onnx
@@ -97,6 +105,8 @@ def to_onnx(
     out_avals: Sequence[Any] = closed.out_avals
     names = _names("input_names", input_names, _input_names(function, arguments), len(in_avals))
     out_names = _names("output_names", output_names, _paths("output", shapes), len(out_avals))
+    if set(names) & set(out_names):
+        raise refuse(NAME, "output_names", "other names than the inputs'", repr(out_names), "give output_names")
     try:
         g = _graph(closed, names, out_names, Graph(OPSETS[0] if opset is None else opset, narrowest=opset is None))
     except NeedsOpset as needs:

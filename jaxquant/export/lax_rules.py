@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxquant.export.graph import NAME, Constant, Graph, Quantised, Tensor, Value, is_static, scalar
 
-Rule = Callable[..., Value]
+Rule = Callable[..., Any]  # a value, or a list of them
 RULES: dict[str, Rule] = {}
 
 
@@ -66,7 +66,7 @@ def binary(g: Graph, op: str, x: Value, y: Value, dtype: Any = None) -> Tensor:
 def _behind(g: Graph, t: Tensor, constant: Constant) -> tuple[Tensor, np.ndarray]:
     value = constant.value
     if value.size == 1:
-        return t, value.reshape(() if value.ndim <= len(t.base) else value.shape)
+        return t, value.reshape(())
     if not t.reshaped:
         return t, value if t.permutation is None else value.transpose(np.argsort(t.permutation))
     last = t.permutation is None and value.size == value.shape[-1] and t.base[-1:] == t.shape[-1:] == value.shape[-1:]
@@ -132,6 +132,21 @@ def _log1p(g: Graph, eqn: Any, x: Value) -> Value:
     return unary(g, "Log", binary(g, "Add", x, scalar(1, x.dtype)))
 
 
+@rule("expm1")
+def _expm1(g: Graph, eqn: Any, x: Value) -> Value:
+    return binary(g, "Sub", unary(g, "Exp", x), scalar(1, x.dtype))
+
+
+@rule("exp2")
+def _exp2(g: Graph, eqn: Any, x: Value) -> Value:
+    return binary(g, "Pow", scalar(2, x.dtype), x)
+
+
+@rule("ne")
+def _ne(g: Graph, eqn: Any, x: Value, y: Value) -> Value:
+    return unary(g, "Not", binary(g, "Equal", x, y, bool))
+
+
 @rule("round")
 def _round(g: Graph, eqn: Any, x: Value) -> Value:
     if int(eqn.params["rounding_method"]) != 1:
@@ -161,8 +176,8 @@ def _convert(g: Graph, eqn: Any, x: Value) -> Value:
 
 
 @rule("stop_gradient", "copy", "copy_p", "optimization_barrier", "name", "pvary", "pcast", "sharding_constraint")
-def _identity(g: Graph, eqn: Any, x: Value) -> Value:
-    return x
+def _identity(g: Graph, eqn: Any, *operands: Value) -> list[Value]:
+    return list(operands)
 
 
 # --------------------------------------------------------------------------------------------------------------- shapes
@@ -199,6 +214,18 @@ def _stack(g: Graph, eqn: Any, *parts: Value) -> Value:
     one = (*out.shape[:axis], 1, *out.shape[axis + 1 :])
     names = [g.name(g.reshape(g.full(p, v.aval.shape), one)) for p, v in zip(parts, eqn.invars, strict=True)]
     return g.result("Concat", *names, shape=out.shape, dtype=out.dtype, axis=axis)
+
+
+@rule("split")
+def _split(g: Graph, eqn: Any, x: Value) -> list[Value]:
+    axis, shape = eqn.params["axis"], eqn.invars[0].aval.shape
+    name, parts, start = g.name(g.full(x, shape)), [], 0
+    ends = np.cumsum(eqn.params["sizes"])
+    for var, end in zip(eqn.outvars, ends, strict=True):
+        inputs = [g.initializer(np.array([value], np.int64), "limits") for value in (start, end, axis)]
+        parts.append(g.result("Slice", name, *inputs, shape=var.aval.shape, dtype=var.aval.dtype))
+        start = end
+    return parts
 
 
 @rule("gather")

@@ -23,6 +23,7 @@ def _parameters(*values: Value) -> list[np.ndarray]:
     for value in values:
         if not isinstance(value, Constant):
             raise refuse(NAME, "scale", "scales and zero points that do not depend on the inputs", "such as do", STATIC)
+    _is_float64(*values)
     return [np.asarray(value.value, np.float32) for value in values if isinstance(value, Constant)]
 
 
@@ -35,12 +36,12 @@ def _is_float64(*values: Any) -> None:
 def _quantize(g: Graph, eqn: Any, x: Value, scale: Value, zero_point: Value) -> Value:
     p, out = eqn.params, eqn.outvars[0].aval
     _is_float64(x)
+    scales, zeros = _parameters(scale, zero_point)
     if isinstance(x, Constant):  # folded, but for its code type
-        value = eqn.primitive.bind(*(jnp.asarray(v.value) for v in (x, scale, zero_point)), **p)  # type: ignore[union-attr]
+        value = bind(eqn.primitive, jnp.asarray(x.value), jnp.asarray(scales), jnp.asarray(zeros), **p)
         return Constant(np.asarray(value), smallest_type(p["qmin"], p["qmax"]))
     if p["packed_bits"]:
         raise unsupported("packed codes of activations", "quantise them with packed=False")
-    scales, zeros = _parameters(scale, zero_point)
     return g.cast(g.quantised(x, scales, zeros, p["qmin"], p["qmax"]), out.dtype)
 
 
@@ -52,10 +53,10 @@ def _fake_quantize(g: Graph, eqn: Any, x: Value, scale: Value, zero_point: Value
     qtype = smallest_type(low, high)
     if isinstance(x, Constant):
         codes = bind(
-            quantize_p, *map(jnp.asarray, (x.value, scales, zeros)), out_dtype=qtypes.QTYPES[qtype].container,
-            packed_bits=0, qmin=low, qmax=high, implementation=eqn.params["implementation"],
+            quantize_p, jnp.asarray(x.value), jnp.asarray(scales), jnp.asarray(zeros), packed_bits=0, qmin=low,
+            qmax=high, out_dtype=qtypes.QTYPES[qtype].container, implementation=eqn.params["implementation"],
         )  # fmt: skip
-        return g.cast(_weights(g, np.asarray(codes), scales, zeros, qtype), x.dtype)
+        return g.cast(Quantised(np.asarray(codes), scales, zeros, qtype), x.dtype)
     return g.cast(g.dequantised(g.quantised(x, scales, zeros, low, high), scales, zeros), x.dtype)
 
 
@@ -64,20 +65,12 @@ def _dequantize(g: Graph, eqn: Any, q: Value, scale: Value, zero_point: Value) -
     scales, zeros = _parameters(scale, zero_point)
     dtype = np.dtype(eqn.params["dtype"])
     name = np.dtype(q.dtype).name
+    _is_float64(eqn.outvars[0].aval)
     if name not in ("int8", "uint8", "int16", "uint16"):
         raise unsupported(f"codes kept in {name}", "quantise with dtype=None: integers of the code's own width")
     if isinstance(q, Constant):
-        return g.cast(_weights(g, q.value, scales, zeros, q.qtype or name), dtype)
+        return g.cast(Quantised(q.value, scales, zeros, q.qtype or name), dtype)
     return g.cast(g.dequantised(g.tensor(q), scales, zeros), dtype)
-
-
-def _weights(g: Graph, codes: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, qtype: str) -> Quantised:
-    zeros = np.broadcast_to(np.round(zero_point), np.broadcast_shapes(scale.shape, zero_point.shape))
-    code = qtypes.QTYPES[qtype]
-    if zeros.size and (zeros.min() < code.qmin or zeros.max() > code.qmax):
-        got = f"values from {zeros.min()} to {zeros.max()}"
-        raise refuse(NAME, "zero_point", f"within [{code.qmin}, {code.qmax}] for {qtype}", got, "ONNX has no other")
-    return Quantised(codes, scale, zero_point, qtype)
 
 
 @rule("jaxquant_unpack")
@@ -105,7 +98,7 @@ def _matrix(
     scales, zeros = _parameters(scale, zero_point)
     if not zeros.size:
         zeros = np.zeros((1,) * scales.ndim, np.float32)
-    w = _weights(g, codes, scales, zeros, qtype)
+    w = Quantised(codes, scales, zeros, qtype)
     one = w.reshape(codes.shape[1:]) if len(codes) == 1 else None
     return w if one is None else one
 
@@ -168,12 +161,8 @@ def _dynamic(g: Graph, eqn: Any, x: Value) -> Any:
         dtype=np.float32, keepdims=1,
     )  # fmt: skip
     tiny, one = (g.initializer(np.float32(v), "limit") for v in (np.finfo(np.float32).tiny, 1))
-    quotient = binary(
-        g,
-        "Max",
-        binary(g, "Div", largest, scalar(p["qmax"])),
-        scalar(np.finfo(np.float32).tiny),
-    )
+    quotient = binary(g, "Div", largest, scalar(p["qmax"]))
+    quotient = binary(g, "Max", quotient, scalar(np.finfo(np.float32).tiny))
     name = g.node("Where", g.node("Less", largest.name, tiny), one, quotient.name, hint="scale")
     scale = Tensor(name, shape, None, shape, np.dtype(np.float32))
     steps = unary(g, "Round", binary(g, "Div", t, scale))

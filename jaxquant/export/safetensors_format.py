@@ -110,7 +110,7 @@ def _array(operation: str, what: str, entry: Any, rest: np.ndarray) -> tuple[np.
     if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:  # type: ignore[arg-type]
         raise _damaged(operation, what, "dtype, shape and data_offsets", repr(entry)[:100])
     assert isinstance(shape, list) and isinstance(offsets, list)
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise refuse(operation, what, f"one of {', '.join(DTYPES)}", repr(dtype)[:100], "convert the array")
     begin, end = offsets
     wanted = math.prod(shape) * DTYPES[dtype].itemsize
