@@ -249,6 +249,14 @@ def test_rows_in_front_of_a_product_wait():
     agrees(f, normal(6, 64))
 
 
+@pytest.mark.parametrize("dtypes", [("int8", "int8"), ("uint8", "int8"), ("uint8", "uint8"), ("int8", "uint8")])
+def test_products_of_codes(dtypes):
+    a, b = (jnp.asarray(RANDOM.integers(*(0, 256) if d == "uint8" else (-128, 128), (3, 6, 6)), d) for d in dtypes)
+    agrees(lambda a: jaxquant.int_matmul(a, b), a)
+    agrees(jaxquant.int_matmul, a[0], b[0])
+    agrees(lambda a: jaxquant.int_matmul(a, b[0]), a)
+
+
 def test_dynamic_codes():
     agrees(lambda x: (dynamic_quantize(x).data, dynamic_quantize(x).scale), X)
     agrees(lambda x: jaxquant.dynamic_fake_quantize(x, PerTensor()), X)

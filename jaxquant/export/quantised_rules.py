@@ -131,6 +131,13 @@ def _scaled(
     return g.cast(y, out.dtype)
 
 
+@rule("jaxquant_int_matmul")
+def _int_matmul(g: Graph, eqn: Any, a: Value, b: Value) -> Value:
+    shape = eqn.invars[1].aval.shape
+    b = g.reshape(b, shape[1:]) if shape[0] == 1 else b
+    return product(g, g.full(a, eqn.invars[0].aval.shape), b, eqn.outvars[0].aval.shape, np.int32)
+
+
 def _of_rows(g: Graph, a: Value, a_scale: Tensor, w: Quantised, out: Any) -> Tensor:
     """The kernel's own arithmetic, for rows with scales of their own: exact sums of integers, then the scales."""
     if len(w.shape) != 2 or w.zero_point.any() or w.scale.shape[0] != 1:
