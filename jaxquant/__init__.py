@@ -1,6 +1,6 @@
 """Quantisation kernels for JAX that compose with jit, vmap, grad and sharding."""
 
-from jaxquant import forward_mode, ggml, observers, optim
+from jaxquant import export, forward_mode, ggml, observers, optim
 from jaxquant._core.information import export_checks, info
 from jaxquant._core.platforms import register_kernels
 from jaxquant.affine.choose import choose_qparams
@@ -39,6 +39,7 @@ __all__ = [
     "dynamic_fake_quantize",
     "dynamic_quantize",
     "einsum",
+    "export",
     "export_checks",
     "fake_quantize",
     "forward_mode",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxquant
-from jaxquant import forward_mode, ggml, observers
+from jaxquant import export, forward_mode, ggml, observers
 
 PUBLIC = {name: getattr(jaxquant, name) for name in jaxquant.__all__ if not inspect.ismodule(getattr(jaxquant, name))}
 FORWARD_MODE = {f"forward_mode.{name}": getattr(forward_mode, name) for name in forward_mode.__all__}
@@ -19,13 +19,16 @@ GGML = {
 }
 METHODS = ("from_bytes", "zeros", "__getitem__", "dequantize", "take", "prepare")
 GGML_METHODS = {f"ggml.QTensor.{name}": getattr(ggml.QTensor, name) for name in METHODS}
+EXPORT = {f"export.{name}": getattr(export, name) for name in export.__all__}
 OBSERVERS = {f"observers.{name}": getattr(observers, name) for name in observers.__all__}
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, *FORWARD_MODE, *GGML, *GGML_METHODS, *OBSERVERS])
+@pytest.mark.parametrize("name", [*PUBLIC, *FORWARD_MODE, *GGML, *GGML_METHODS, *EXPORT, *OBSERVERS])
 def test_example(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
-    function = {**PUBLIC, **FORWARD_MODE, **GGML, **GGML_METHODS, **OBSERVERS}[name]
+    function = {**PUBLIC, **FORWARD_MODE, **GGML, **GGML_METHODS, **EXPORT, **OBSERVERS}[name]
+    if name == "export.to_onnx":
+        pytest.importorskip("onnx")
     names = {"jax": jax, "jnp": jnp, "jaxquant": jaxquant, "ggml": ggml, "observers": observers, **PUBLIC}
     if name in FORWARD_MODE:
         names |= {key.split(".")[1]: value for key, value in FORWARD_MODE.items()}
@@ -40,10 +43,10 @@ def test_example(name, tmp_path, monkeypatch):
     assert runner.summarize(verbose=False).failed == 0, "".join(output)
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, *GGML])
+@pytest.mark.parametrize("name", [*PUBLIC, *GGML, *EXPORT])
 def test_names_its_arguments(name):
     """A docstring that leaves out a parameter is a promise nobody keeps."""
-    function = {**PUBLIC, **GGML}[name]
+    function = {**PUBLIC, **GGML, **EXPORT}[name]
     text = inspect.getdoc(function) or ""
     parameters = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     assert all(parameter in text for parameter in parameters), [p for p in parameters if p not in text]

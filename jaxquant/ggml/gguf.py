@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from jaxquant._core.errors import refuse
+from jaxquant._core.files import replacement
 from jaxquant.ggml import gguf_header
 from jaxquant.ggml.formats import REMOVED, BlockFormat, find
 from jaxquant.ggml.gguf_header import Metadata, TensorInfo
@@ -173,7 +172,7 @@ def save_gguf(
     path = os.path.realpath(path)
     described = {name: _describe(f"{path}: tensor {name!r}", tensor) for name, tensor in tensors.items()}
     header, offsets, size = gguf_header.build(path, {} if metadata is None else metadata, described)
-    with _replacement(path) as file:
+    with replacement(path) as file:
         file.write(header)
         for tensor, offset in zip(tensors.values(), offsets, strict=True):
             file.seek(offset)
@@ -205,27 +204,3 @@ def _bytes(tensor: Any) -> memoryview:
         data = np.asarray(tensor)
         data = data.astype(data.dtype.newbyteorder("<"), copy=False)
     return memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
-
-
-@contextmanager
-def _replacement(path: str) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of `path` once it is complete and on the disk."""
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
-    file = open(temporary, "xb")  # noqa: SIM115 (closed below, before it is renamed or removed)
-    try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
