@@ -9,7 +9,7 @@ namespace {
 template <typename Math, typename Real>
 typename Loops<Real>::Map ValueLoop(DType x, DType out) {
   if (x == DType::kBF16 && out == DType::kBF16 && sizeof(Real) == 4) {
-    return MapLoop<ValueOf<FakeQuantize>, Real, BFloat16, BFloat16>;
+    return MapLoop<ValueOf<Math>, Real, BFloat16, BFloat16>;
   }
   if (x != kRealType<Real> || out != kRealType<Real>) return nullptr;
   return MapLoop<ValueOf<Math>, Real, Real, Real>;
