@@ -33,9 +33,12 @@ REPACKED = ("Q4_0", "Q4_K", "IQ4_NL", "MXFP4")
 
 @functools.cache
 def load() -> tuple[Any, Any]:
-    spec = importlib.util.find_spec("libggml")
-    assert spec is not None and spec.submodule_search_locations, "pip install libggml-python"
-    folder = Path(next(iter(spec.submodule_search_locations))) / "lib64"
+    if "GGML_LIBRARIES" in os.environ:  # a folder with a build of your own: libggml-base.so.0, libggml-cpu.so.0
+        folder = Path(os.environ["GGML_LIBRARIES"])
+    else:
+        spec = importlib.util.find_spec("libggml")
+        assert spec is not None and spec.submodule_search_locations, "pip install libggml-python"
+        folder = Path(next(iter(spec.submodule_search_locations))) / "lib64"
     base = ctypes.CDLL(str(folder / "libggml-base.so.0"), mode=ctypes.RTLD_GLOBAL)
     cpu = ctypes.CDLL(str(folder / "libggml-cpu.so.0"))
     signatures = [

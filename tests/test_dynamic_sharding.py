@@ -79,7 +79,6 @@ def test_through_xla():
         jax.tree.map(assert_same_bits, jax.jit(f)(sharded), jax.jit(f)(values()))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["per_tensor", "per_token", "per_axis", "groups"])
 def test_explicit(name):
     mesh = mesh_of(EIGHT, AxisType.Explicit)

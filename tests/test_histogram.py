@@ -104,7 +104,8 @@ def test_counts(shape, granularity, implementation):
 def test_percentiles(shape, granularity, implementation):
     x, qs = data(shape), (0, 12.5, 50, 99.9, 100)
     for magnitude in (False, True):
-        found = np.asarray(percentile(x, qs, granularity, magnitude=magnitude, implementation=implementation))
+        options = {"magnitude": magnitude, "implementation": implementation}
+        found = np.asarray(jax.jit(functools.partial(percentile, q=qs, granularity=granularity, **options))(x))
         for index, values in blocks(x, granularity):
             values = np.abs(values) if magnitude else values
             wanted = [exact_percentile(values, q) for q in qs]
@@ -213,13 +214,13 @@ def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.smoke
 def test_jit_scan_remat_and_empty(implementation):
     x = jnp.asarray(data((3, 7, 11)))
     call = functools.partial(both, implementation=implementation)
-    wanted = [call(row) for row in x]
+    compiled = jax.jit(call)
+    wanted = [compiled(row) for row in x]
     wanted = jax.tree.map(lambda *rows: np.stack(rows), *wanted)
-    assert_equal(jax.lax.map(jax.jit(call), x), wanted)
+    assert_equal(call(x[0]), compiled(x[0]))
     assert_equal(jax.lax.scan(lambda c, row: (c, jax.checkpoint(call)(row)), 0, x)[1], wanted)
     assert_equal(jax.vmap(call)(x), wanted)
     assert_equal(jax.vmap(call, in_axes=2)(x.transpose(1, 2, 0)), wanted)
@@ -253,7 +254,6 @@ def counted(granularity):
     return jax.jit(lambda x: (histogram(x, -2.0, 2.0, granularity, bins=16), percentile(x, [1, 99], granularity)))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     "spec, kind",
     [

@@ -113,7 +113,6 @@ def test_derivatives_in_scales_and_bias():
     np.testing.assert_allclose(dy, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 def test_export(implementation):
     rng = np.random.default_rng(2)
@@ -137,7 +136,6 @@ INTEGER_LAYOUTS = [  # a, b, result, collectives
 ]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("layout", INTEGER_LAYOUTS, ids=lambda layout: f"{layout[0]} {layout[1]}")
 def test_sharded_int_matmul(layout, kind):

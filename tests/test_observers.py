@@ -260,7 +260,6 @@ def test_jit_scan_vmap_and_pytrees(observer):
     assert hash(observer) == hash(type(observer)(**observer.__dict__))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("observer", [*OBSERVERS, PER_CHANNEL[0], PER_CHANNEL[6]], ids=name)
 def test_merge(observer):
     """Four shards, two updates each, merged: the state of one device that saw it all."""

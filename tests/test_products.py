@@ -70,10 +70,15 @@ def integers(x, w, bias=None):
 # -------------------------------------------------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("zero_point", [False, True])
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("qtype", QTYPES)
+# jax.numpy compiles for long, and is the same code for every code type.
+MATMULS = [
+    (qtype, grid, zero_point, implementation)
+    for qtype, grid, zero_point, implementation in itertools.product(QTYPES, GRIDS, (False, True), (None, "xla"))
+    if implementation is None or (qtype == QTYPES[0] and zero_point)
+]
+
+
+@pytest.mark.parametrize("qtype, grid, zero_point, implementation", MATMULS)
 def test_matmul(qtype, grid, zero_point, implementation):
     w, exact = weight(K, N, grid=GRIDS[grid], qtype=qtype, zero_point=zero_point)
     x, bias = normal(M, K), normal(N, seed=3)
@@ -199,7 +204,6 @@ SPECS = [
 ]  # fmt: skip
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("case", SPECS, ids=lambda case: case[0])
 def test_einsum(case):
     spec, x_shape, w_shape = case
@@ -269,7 +273,6 @@ def test_block_formats(lhs):
 # --------------------------------------------------------------------------------------------------------- derivatives
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("lhs", [None, jnp.int8])
 def test_gradients(lhs, prepared):
@@ -331,7 +334,6 @@ def stack(trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
-@pytest.mark.smoke
 @every_call
 def test_vmap(name):
     """Every non-empty subset of operands has the bits of a loop; the gradients of single ones and of all do too."""
@@ -404,7 +406,6 @@ PLACES = {
 }
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("place", PLACES)
 def test_sharding(place, kind):

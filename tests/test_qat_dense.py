@@ -97,8 +97,7 @@ def operands(seed=1):
 # -------------------------------------------------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("w_qtype", LARGEST)
+@pytest.mark.parametrize("w_qtype, implementation", [*((w_qtype, None) for w_qtype in LARGEST), ("int4", "xla")])
 @pytest.mark.parametrize("w_scale", W_SCALES)
 @pytest.mark.parametrize("x_scale", X_SCALES)
 def test_forward(x_scale, w_scale, w_qtype, implementation):
@@ -321,7 +320,6 @@ def stack(trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
-@pytest.mark.smoke
 @every_call
 def test_vmap(name):
     """Every operand alone, pairs with x, and all: values of a loop in bits, gradients up to the order of XLA's sums."""
@@ -384,7 +382,6 @@ PLACES = {
 }
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("place", PLACES)
 def test_sharding(place, kind):

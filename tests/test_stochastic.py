@@ -264,8 +264,15 @@ def test_jit_is_eager_and_keys_may_be_words(implementation):
     same(compiled(x, scale, WORDS, implementation), expected)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("mapped", [m for m in itertools.product((0, None), repeat=3) if any(a == 0 for a in m)])
+@pytest.mark.parametrize(
+    "mapped, implementation",
+    [
+        (mapped, implementation)
+        for mapped in itertools.product((0, None), repeat=3)
+        for implementation in IMPLEMENTATIONS
+        if any(axis == 0 for axis in mapped) and (implementation != "xla" or mapped in ((0, 0, 0), (0, None, None)))
+    ],
+)
 def test_vmap_is_a_loop(mapped, implementation):
     xs, scales, keys = values((3, 5, 7)), np.array([0.4, 0.5, 0.7], np.float32), jax.random.split(KEY, 3)
     every = (xs, scales, keys)
@@ -331,7 +338,6 @@ def test_second_order_and_forward_mode():
     np.testing.assert_allclose(tangent.sum(), dx.sum() + ds, rtol=1e-5)
 
 
-@pytest.mark.smoke
 def test_export_and_donation():
     x = values((6, 5))
     expected = fake_quantize(x, 0.4)
@@ -354,7 +360,6 @@ def test_export_and_donation():
 SPECS = [P("a", "b"), P(("a", "b"), None), P(None, "b"), P("b", "a"), P(None, ("a", "b"))]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", SPECS)
 def test_shards_draw_what_the_whole_draws(spec, kind):

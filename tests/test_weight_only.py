@@ -181,7 +181,6 @@ def test_vmap(layout):
     assert_same_bits(last[:, :, 1], call(x[1], *[a[0] for a in operands]))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_derivatives(layout, implementation):
@@ -303,7 +302,6 @@ def placed_operands(mesh, w, layout, k_axis, n_axis):
     return put(mesh, data_spec, data), put(mesh, scale_spec, scale), put(mesh, scale_spec, zero_point)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sharded", SHARDED)
