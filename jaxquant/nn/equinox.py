@@ -1,0 +1,174 @@
+"""Quantised layers for Equinox.
+
+model = quantize(model, Rules([("layers/2/*", None), ("*", Spec(w_qtype=jnp.int4))]))     # ordinary layers replaced
+served = convert(model)                    # after training: weights are QArrays, the calls have the same bits
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+try:
+    import equinox as eqx
+except ImportError as error:
+    raise ImportError("jaxquant.nn.equinox needs Equinox: pip install equinox") from error
+
+from jaxquant._core.errors import refuse
+from jaxquant.affine.qarray import QArray
+from jaxquant.nn import products
+from jaxquant.nn.products import Scales
+from jaxquant.nn.rules import Rules, Spec
+
+__all__ = ["QuantConv", "QuantEmbedding", "QuantLinear", "convert", "quantize"]
+
+
+class _Quantised(eqx.Module):
+    """A layer, its spec and its learned scales.
+
+    Args:
+      layer: the ordinary layer: its weight is trained, and a `QArray` once converted.
+      spec: how it is quantised.
+      x: typical inputs in a batch, for learned scales to begin with; None: inputs like a standard normal variable.
+    """
+
+    layer: Any
+    scales: Scales
+    spec: Spec = eqx.field(static=True)
+
+    def __init__(self, layer: Any, spec: Spec = Spec(), x: Any = None):  # noqa: B008
+        self.layer, self.spec = layer, spec
+        self.scales = self._initial(spec, x) if spec.learned else Scales()
+
+    def _initial(self, spec: Spec, x: Any) -> Scales:
+        raise NotImplementedError
+
+    def _codes(self) -> QArray:
+        raise NotImplementedError
+
+
+class QuantLinear(_Quantised):
+    """`equinox.nn.Linear` with a `Spec`: the value is the integer product's, the gradient straight through.
+
+    Learned scales are the leaves of ``scales``, of which `jaxquant.positive_scale` makes scales.
+    """
+
+    def _initial(self, spec: Spec, x: Any) -> Scales:
+        kernel = self.layer.weight.T
+        return products.dense_scales(kernel, _typical((len(kernel),)) if x is None else x, spec)
+
+    def _codes(self) -> QArray:
+        return products.dense_kernel(self.layer.weight.T, self.spec, self.scales)  # [in, out], as products read it
+
+    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        del key
+        weight = self.layer.weight
+        kernel = weight if isinstance(weight, QArray) else weight.T
+        scalar_in, scalar_out = (size == "scalar" for size in (self.layer.in_features, self.layer.out_features))
+        x = jnp.reshape(x, (1,)) if scalar_in else x
+        y = products.dense(x, kernel, self.layer.bias, self.spec, self.scales)
+        return y[0] if scalar_out else y
+
+
+class QuantConv(_Quantised):
+    """`equinox.nn.Conv` with a `Spec`; padding by zeros."""
+
+    def _initial(self, spec: Spec, x: Any) -> Scales:
+        shape = (self.layer.in_channels, *(1,) * self.layer.num_spatial_dims)
+        return products.conv_scales(
+            _last(self.layer.weight), jnp.moveaxis(_typical(shape) if x is None else x, 1, -1), spec
+        )
+
+    def _codes(self) -> QArray:
+        return products.conv_kernel(_last(self.layer.weight), self.spec, self.scales)  # [*window, in, out]
+
+    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        del key
+        layer = self.layer
+        if layer.padding_mode != "ZEROS":
+            raise refuse("QuantConv", "padding_mode", '"ZEROS"', layer.padding_mode, "pad the input, and take 0")
+        kernel = layer.weight if isinstance(layer.weight, QArray) else _last(layer.weight)
+        bias = None if layer.bias is None else layer.bias.reshape(-1)
+        y = products.convolve(
+            jnp.moveaxis(x, 0, -1), kernel, bias, self.spec, self.scales, strides=layer.stride, padding=layer.padding,
+            dilation=layer.dilation, groups=layer.groups,
+        )  # fmt: skip
+        return jnp.moveaxis(y, -1, 0)
+
+
+class QuantEmbedding(_Quantised):
+    """`equinox.nn.Embedding` with a `Spec`, of which weights alone count; a scale for each row."""
+
+    def _initial(self, spec: Spec, x: Any) -> Scales:
+        del x
+        return products.embed_scales(self.layer.weight, spec)
+
+    def _codes(self) -> QArray:
+        return products.embed_kernel(self.layer.weight, self.spec, self.scales)
+
+    def __call__(self, x: Any, *, key: Any = None) -> jax.Array:
+        del key
+        return products.embed(x, self.layer.weight, self.spec, self.scales)
+
+
+_LAYERS = {eqx.nn.Linear: QuantLinear, eqx.nn.Embedding: QuantEmbedding}
+_LAYERS |= dict.fromkeys((eqx.nn.Conv, eqx.nn.Conv1d, eqx.nn.Conv2d, eqx.nn.Conv3d), QuantConv)
+
+
+def quantize(model: Any, rules: Any) -> Any:
+    """The model with `eqx.nn.Linear`, `Conv` and `Embedding` replaced by quantised layers where a rule says so.
+
+    Args:
+      model: any pytree.
+      rules: a `Rules`, or what makes one, over the paths of weights, as ``layers/0/weight``. Those that decide on
+        nothing are reported.
+    """
+    rules, paths = Rules(rules), []
+
+    def replaced(path: Any, layer: Any) -> Any:
+        kind = _LAYERS.get(type(layer))
+        if kind is None:
+            return layer
+        paths.append("/".join((*(_step(key) for key in path), "weight")))
+        spec = rules.find(paths[-1])
+        return layer if spec is None else kind(layer, spec)
+
+    known = (*_LAYERS, _Quantised)
+    model = jax.tree_util.tree_map_with_path(replaced, model, is_leaf=lambda node: isinstance(node, known))
+    rules.check(paths)
+    return model
+
+
+def convert(model: Any) -> Any:
+    """The model for inference: weights of quantised layers as `QArray`, with the codes and scales of training.
+
+    It is called as the model was, and gives the same bits.
+    """
+
+    def converted(layer: Any) -> Any:
+        if not isinstance(layer, _Quantised) or isinstance(layer.layer.weight, QArray):
+            return layer
+        codes = eqx.filter_jit(lambda layer: layer._codes())(layer)
+        layer = eqx.tree_at(lambda layer: layer.layer.weight, layer, codes)
+        return eqx.tree_at(lambda layer: layer.scales, layer, layer.scales._replace(kernel=None), is_leaf=_is_scales)
+
+    return jax.tree.map(converted, model, is_leaf=lambda node: isinstance(node, _Quantised))
+
+
+def _is_scales(node: Any) -> bool:
+    return isinstance(node, Scales)
+
+
+def _last(weight: jax.Array) -> jax.Array:
+    """[out, in, *window] as [*window, in, out]."""
+    return jnp.moveaxis(weight, (0, 1), (-1, -2))
+
+
+def _step(key: Any) -> str:
+    return str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", key))))
+
+
+def _typical(shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (1024, *shape))
