@@ -52,7 +52,7 @@ class _Quantised(eqx.Module):
 class QuantLinear(_Quantised):
     """`equinox.nn.Linear` with a `Spec`: the value is the integer product's, the gradient straight through.
 
-    Learned scales are the leaves of ``scales``, of which `jaxquant.positive_scale` makes scales.
+    Learned scales are the leaves of ``scales``, exponents of 2.
     """
 
     def _initial(self, spec: Spec, x: Any) -> Scales:

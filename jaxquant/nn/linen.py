@@ -37,8 +37,8 @@ __all__ = ["QuantConv", "QuantDense", "QuantEmbed", "convert", "quantized"]
 class QuantDense(nn.Dense):
     """`flax.linen.Dense` with a `Spec`: the value is the integer product's, the gradient straight through.
 
-    Learned scales are the parameters ``kernel_scale`` and ``input_scale``, of which `jaxquant.positive_scale` makes
-    scales. They begin at those that suit the kernel and the inputs of ``init``.
+    Learned scales are the parameters ``kernel_scale`` and ``input_scale``, exponents of 2. They begin at those that
+    suit the kernel and the inputs of ``init``.
     """
 
     spec: Spec = Spec()

@@ -31,6 +31,12 @@ class _Quantised:
     _name = "kernel"
     _calibrating = False
 
+    def _initial(self, kernel: Any, x: Any) -> Scales:
+        raise NotImplementedError
+
+    def _codes(self, kernel: Any) -> QArray:
+        raise NotImplementedError
+
     def _begin(self: Any, spec: Spec) -> None:
         self.spec = spec
         if spec.learned:
@@ -66,8 +72,7 @@ class _Quantised:
 class QuantLinear(_Quantised, nnx.Linear):
     """`flax.nnx.Linear` with a `Spec`: the value is the integer product's, the gradient straight through.
 
-    Learned scales are the parameters ``kernel_scale`` and ``input_scale``, of which `jaxquant.positive_scale` makes
-    scales; see `calibrate`.
+    Learned scales are the parameters ``kernel_scale`` and ``input_scale``, exponents of 2; see `calibrate`.
     """
 
     def __init__(self, *args: Any, spec: Spec = Spec(), **kwargs: Any):  # noqa: B008

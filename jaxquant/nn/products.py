@@ -26,7 +26,7 @@ from jaxquant.affine import granularity as granularities
 from jaxquant.affine.dynamic import dynamic_fake_quantize, dynamic_quantize
 from jaxquant.affine.fake_quantize import fake_quantize
 from jaxquant.affine.granularity import PerAxis, PerTensor, PerToken
-from jaxquant.affine.learned_step import lsq_gradient_scale, positive_scale, raw_scale
+from jaxquant.affine.learned_step import lsq_gradient_scale
 from jaxquant.affine.qarray import QArray
 from jaxquant.affine.qat_dense import qat_dense
 from jaxquant.affine.qparams import QParams
@@ -103,7 +103,7 @@ def _check_chosen(name: str, spec: Spec) -> None:
 
 
 class Scales(NamedTuple):
-    """Learned scales of a layer, as the parameters that `positive_scale` makes scales of. None: chosen at each call."""
+    """Learned scales of a layer, as exponents (`scale_of`). None: chosen at each call."""
 
     kernel: Any = None
     input: Any = None
@@ -117,37 +117,55 @@ class How(NamedTuple):
     symmetric: bool = True
 
 
+def scale_of(exponent: Any) -> jax.Array:
+    """The scale of an exponent: 2 to its power where it is whole, and linear between.
+
+    Steps of an optimiser change such a scale by a proportion, and it stays positive. In place of an exponential, since
+    this has the same bits wherever it is computed: in training, and when scales are made constants.
+    """
+    exponent = jnp.clip(jnp.asarray(exponent, jnp.float32), -60, 60)
+    whole = jnp.floor(exponent)
+    power = jax.lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
+    return power * (1 + (exponent - jax.lax.stop_gradient(whole)))
+
+
+def exponent_of(scale: Any) -> jax.Array:
+    """The inverse of `scale_of`."""
+    mantissa, power = jnp.frexp(jnp.asarray(scale, jnp.float32))
+    return 2 * mantissa - 2 + power
+
+
 def initial_scale(a: Any, how: How) -> jax.Array:
     """The parameter to begin with: of the scale with the least squared error."""
     signed = qtypes.lookup("initial_scale", how.qtype).qmin < 0
     # Of an unsigned type the range of values that are not negative: its zero point is then 0.
     values = a if signed else jnp.maximum(a, 0)
     q = choose.choose_qparams(values, how.granularity, qtype=how.qtype, symmetric=signed, method="mse")
-    return raw_scale(q.scale)
+    return exponent_of(q.scale)
 
 
-def parameters(a: Any, how: How, raw: Any) -> QParams:
+def parameters(a: Any, how: How, exponent: Any) -> QParams:
     """Those of a learned scale."""
-    scale = positive_scale(raw)
+    scale = scale_of(exponent)
     shared = max(math.prod(a.shape) // max(scale.size, 1), 1)
     block = choose.whole_axes(granularities.resolve("nn", how.granularity, a.shape), a.shape)
     scale = lsq_gradient_scale(scale.reshape(choose.scale_shape(a.shape, block)), shared, jnp.iinfo(how.qtype).max)
     return QParams(scale, None, how.qtype, block_shape=block)
 
 
-def quantised(a: Any, how: How, raw: Any = None) -> QArray:
+def quantised(a: Any, how: How, exponent: Any = None) -> QArray:
     """The codes of an operand: those of training and of inference."""
-    if raw is None:
+    if exponent is None:
         return dynamic_quantize(a, how.granularity, qtype=how.qtype, symmetric=how.symmetric)
-    q = parameters(a, how, raw)
+    q = parameters(a, how, exponent)
     return QArray.from_codes(quantize(jax.lax.stop_gradient(a), q), jax.lax.stop_gradient(q.scale), qtype=how.qtype)
 
 
-def rounded(a: Any, how: How, raw: Any = None) -> jax.Array:
+def rounded(a: Any, how: How, exponent: Any = None) -> jax.Array:
     """The values of those codes, straight through."""
-    if raw is None:
+    if exponent is None:
         return dynamic_fake_quantize(a, how.granularity, qtype=how.qtype, symmetric=how.symmetric)
-    return fake_quantize(a, parameters(a, how, raw))
+    return fake_quantize(a, parameters(a, how, exponent))
 
 
 # ------------------------------------------------------------------------------------------------------------- products
