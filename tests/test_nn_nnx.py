@@ -12,16 +12,13 @@ nnx = pytest.importorskip("flax.nnx")
 qnn = pytest.importorskip("jaxquant.nn.nnx")
 
 SPECS = [Spec(), Spec(w_qtype=jnp.int4, x_qtype=None), Spec(w_qtype=jnp.int4, x_qtype=jnp.uint8, learned=True)]
-IMAGES = jax.random.uniform(jax.random.key(0), (4, 8, 8, 3))
+IMAGES = jax.random.uniform(jax.random.key(0), (4, 8, 8, 4))
 
 
 class Model(nnx.Module):
     def __init__(self, rngs):
-        self.layers = nnx.List([
-            nnx.Conv(3, 8, (3, 3), strides=2, rngs=rngs),
-            nnx.Conv(8, 8, (3, 3), padding="VALID", feature_group_count=2, rngs=rngs),
-        ])  # fmt: skip
-        self.head = nnx.Linear(32, 16, rngs=rngs)
+        self.layers = nnx.List([nnx.Conv(4, 8, (3, 3), strides=2, feature_group_count=2, rngs=rngs)])
+        self.head = nnx.Linear(128, 16, rngs=rngs)
         self.table = nnx.Embed(11, 16, rngs=rngs)
 
     def __call__(self, x):
@@ -44,11 +41,10 @@ def test_a_converted_model_has_the_codes_and_bits_of_training(spec):
     plain = Model(nnx.Rngs(0))
     model = qnn.quantize(plain, spec)
     assert type(plain.head) is nnx.Linear and type(model.head) is qnn.QuantLinear
-    np.testing.assert_array_equal(call(model, IMAGES), qnn.calibrate(model, IMAGES)) if not spec.learned else None
     qnn.calibrate(model, IMAGES)
     served = qnn.convert(model)
     assert isinstance(model.head.kernel.get_value(), jax.Array)
-    for layer, trained in ((served.layers[1], model.layers[1]), (served.head, model.head)):
+    for layer, trained in ((served.layers[0], model.layers[0]), (served.head, model.head)):
         kernel, weights = layer.kernel.get_value(), np.asarray(trained.kernel[...])
         assert kernel.qtype == jnp.dtype(spec.w_qtype)
         codes = np.clip(np.round(weights / np.asarray(kernel.scale)), kernel.qmin, kernel.qmax)
@@ -82,10 +78,10 @@ def test_training_a_quantised_model():
 
 def test_rules():
     model = Model(nnx.Rngs(0))
-    rules = Rules([("layers/0/*", None), ("layers/*", Spec(w_qtype=jnp.int4)), ("head/kernel", Spec())])
+    rules = Rules([("table/*", None), ("layers/*", Spec(w_qtype=jnp.int4)), ("head/kernel", Spec())])
     quantised = qnn.quantize(model, rules)
-    assert type(quantised.layers[0]) is nnx.Conv and type(quantised.table) is nnx.Embed
-    assert (quantised.layers[1].spec.w_qtype, quantised.head.spec.w_qtype) == ("int4", "int8")
+    assert type(quantised.table) is nnx.Embed
+    assert (quantised.layers[0].spec.w_qtype, quantised.head.spec.w_qtype) == ("int4", "int8")
     with pytest.warns(UnmatchedRules, match=r"tail/\*"):
         qnn.quantize(model, [("tail/*", Spec()), ("*", Spec())])
 

@@ -131,7 +131,7 @@ def test_vmap_scan_and_dtypes(spec):
 def test_an_embedding_takes_rows_of_the_codes():
     table, ids = jnp.array(uniform(0, (11, 6))), jnp.array([[0, 10], [3, 3]])
     for spec in (Spec(), Spec(w_qtype=jnp.int4, learned=True), Spec(w_granularity=jaxquant.PerGroup(3))):
-        scales = products.embed_scales(table, spec)
+        scales = products.embed_scales(table, None, spec)
         served = products.embed_kernel(table, spec, scales)
         np.testing.assert_array_equal(products.embed(ids, served, spec), served.dequantize()[ids])
         np.testing.assert_array_equal(products.embed(ids, table, spec, scales), served.dequantize()[ids])
@@ -193,6 +193,7 @@ def test_frameworks_are_imported_by_their_adapters_alone():
 def test_a_missing_framework_is_named(adapter, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"jaxquant.nn.{adapter}", raising=False)
+    monkeypatch.delattr(jaxquant.nn, adapter, raising=False)
     monkeypatch.setitem(sys.modules, "flax.linen", None)
     with pytest.raises(ImportError, match=f"pip install {package}"):
         getattr(jaxquant.nn, adapter)

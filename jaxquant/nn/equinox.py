@@ -6,7 +6,7 @@ served = convert(model)                    # after training: weights are QArrays
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,15 +38,20 @@ class _Quantised(eqx.Module):
     scales: Scales
     spec: Spec = eqx.field(static=True)
 
+    _core: ClassVar[tuple[Any, Any]] = (products.dense_scales, products.dense_kernel)
+
     def __init__(self, layer: Any, spec: Spec = Spec(), x: Any = None):  # noqa: B008
-        self.layer, self.spec = layer, spec
-        self.scales = self._initial(spec, x) if spec.learned else Scales()
+        self.layer, self.spec, self.scales = layer, spec, Scales()
+        if spec.learned:
+            if x is None and not isinstance(layer, eqx.nn.Embedding):
+                shape = (layer.weight.shape[1] * getattr(layer, "groups", 1), *(1,) * (layer.weight.ndim - 2))
+                x = jax.random.normal(jax.random.key(0), (1024, *shape))
+            self.scales = self._core[0](self._kernel(), None if x is None else jnp.moveaxis(x, 1, -1), spec)
 
-    def _initial(self, spec: Spec, x: Any) -> Scales:
-        raise NotImplementedError
-
-    def _codes(self) -> QArray:
-        raise NotImplementedError
+    def _kernel(self) -> Any:
+        """[*window, in, out], as products read it; a `QArray` is stored like this."""
+        weight = self.layer.weight
+        return weight if isinstance(weight, QArray) else jnp.moveaxis(weight, (0, 1), (-1, -2))
 
 
 class QuantLinear(_Quantised):
@@ -55,45 +60,28 @@ class QuantLinear(_Quantised):
     Learned scales are the leaves of ``scales``, exponents of 2.
     """
 
-    def _initial(self, spec: Spec, x: Any) -> Scales:
-        kernel = self.layer.weight.T
-        return products.dense_scales(kernel, _typical((len(kernel),)) if x is None else x, spec)
-
-    def _codes(self) -> QArray:
-        return products.dense_kernel(self.layer.weight.T, self.spec, self.scales)  # [in, out], as products read it
-
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         del key
-        weight = self.layer.weight
-        kernel = weight if isinstance(weight, QArray) else weight.T
         scalar_in, scalar_out = (size == "scalar" for size in (self.layer.in_features, self.layer.out_features))
         x = jnp.reshape(x, (1,)) if scalar_in else x
-        y = products.dense(x, kernel, self.layer.bias, self.spec, self.scales)
+        y = products.dense(x, self._kernel(), self.layer.bias, self.spec, self.scales)
         return y[0] if scalar_out else y
 
 
 class QuantConv(_Quantised):
     """`equinox.nn.Conv` with a `Spec`; padding by zeros."""
 
-    def _initial(self, spec: Spec, x: Any) -> Scales:
-        shape = (self.layer.in_channels, *(1,) * self.layer.num_spatial_dims)
-        return products.conv_scales(
-            _last(self.layer.weight), jnp.moveaxis(_typical(shape) if x is None else x, 1, -1), spec
-        )
-
-    def _codes(self) -> QArray:
-        return products.conv_kernel(_last(self.layer.weight), self.spec, self.scales)  # [*window, in, out]
+    _core: ClassVar[tuple[Any, Any]] = (products.conv_scales, products.conv_kernel)
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         del key
         layer = self.layer
         if layer.padding_mode != "ZEROS":
             raise refuse("QuantConv", "padding_mode", '"ZEROS"', layer.padding_mode, "pad the input, and take 0")
-        kernel = layer.weight if isinstance(layer.weight, QArray) else _last(layer.weight)
         bias = None if layer.bias is None else layer.bias.reshape(-1)
         y = products.convolve(
-            jnp.moveaxis(x, 0, -1), kernel, bias, self.spec, self.scales, strides=layer.stride, padding=layer.padding,
-            dilation=layer.dilation, groups=layer.groups,
+            jnp.moveaxis(x, 0, -1), self._kernel(), bias, self.spec, self.scales, strides=layer.stride,
+            padding=layer.padding, dilation=layer.dilation, groups=layer.groups,
         )  # fmt: skip
         return jnp.moveaxis(y, -1, 0)
 
@@ -101,12 +89,10 @@ class QuantConv(_Quantised):
 class QuantEmbedding(_Quantised):
     """`equinox.nn.Embedding` with a `Spec`, of which weights alone count; a scale for each row."""
 
-    def _initial(self, spec: Spec, x: Any) -> Scales:
-        del x
-        return products.embed_scales(self.layer.weight, spec)
+    _core: ClassVar[tuple[Any, Any]] = (products.embed_scales, products.embed_kernel)
 
-    def _codes(self) -> QArray:
-        return products.embed_kernel(self.layer.weight, self.spec, self.scales)
+    def _kernel(self) -> Any:
+        return self.layer.weight
 
     def __call__(self, x: Any, *, key: Any = None) -> jax.Array:
         del key
@@ -150,7 +136,7 @@ def convert(model: Any) -> Any:
     def converted(layer: Any) -> Any:
         if not isinstance(layer, _Quantised) or isinstance(layer.layer.weight, QArray):
             return layer
-        codes = eqx.filter_jit(lambda layer: layer._codes())(layer)
+        codes = eqx.filter_jit(lambda layer: layer._core[1](layer._kernel(), layer.spec, layer.scales))(layer)
         layer = eqx.tree_at(lambda layer: layer.layer.weight, layer, codes)
         return eqx.tree_at(lambda layer: layer.scales, layer, layer.scales._replace(kernel=None), is_leaf=_is_scales)
 
@@ -161,14 +147,5 @@ def _is_scales(node: Any) -> bool:
     return isinstance(node, Scales)
 
 
-def _last(weight: jax.Array) -> jax.Array:
-    """[out, in, *window] as [*window, in, out]."""
-    return jnp.moveaxis(weight, (0, 1), (-1, -2))
-
-
 def _step(key: Any) -> str:
     return str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", key))))
-
-
-def _typical(shape: tuple[int, ...]) -> jax.Array:
-    return jax.random.normal(jax.random.key(0), (1024, *shape))

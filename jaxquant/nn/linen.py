@@ -67,11 +67,11 @@ class QuantEmbed(nn.Embed):
         _set_up_embed(self, self.spec)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        return products.embed(inputs, self.embedding, self.spec, Scales(self.kernel_scale), self.dtype)
+        return _embed(self, self.spec, inputs)
 
     def attend(self, query: jax.Array) -> jax.Array:
         """``query @ embedding.T``, with the same codes."""
-        return products.attend(query, self.embedding, self.spec, Scales(self.kernel_scale))
+        return _attend(self, self.spec, query)
 
 
 @contextlib.contextmanager
@@ -84,26 +84,13 @@ def quantized(rules: Any) -> Iterator[None]:
     rules, seen = Rules(rules), []
 
     def intercept(function: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        module, method = context.module, context.method_name
-        of_call = {nn.Dense: _dense, nn.Conv: _conv}.get(type(module))
-        if type(module) is nn.Embed:
-            spec = rules.find(seen_at(_path(module, "embedding")))
-            if spec is not None and method == "setup":
-                return _set_up_embed(module, spec)
-            if spec is not None and method in ("__call__", "attend"):
-                scales = Scales(module.kernel_scale)
-                if method == "attend":
-                    return products.attend(*args, module.embedding, spec, scales, **kwargs)
-                return products.embed(*args, module.embedding, spec, scales, module.dtype, **kwargs)
-        elif of_call and method == "__call__":
-            spec = rules.find(seen_at(_path(module, "kernel")))
+        name, calls = _CALLS.get(type(context.module), ("", {}))
+        if context.method_name in calls:
+            seen.append(_path(context.module, name))
+            spec = rules.find(seen[-1])
             if spec is not None:
-                return of_call(module, spec, *args, **kwargs)
+                return calls[context.method_name](context.module, spec, *args, **kwargs)
         return function(*args, **kwargs)
-
-    def seen_at(path: str) -> str:
-        seen.append(path)
-        return path
 
     with nn.intercept_methods(intercept):
         yield
@@ -177,9 +164,24 @@ def _set_up_embed(module: Any, spec: Spec) -> None:
     table = _parameter(module, "embedding", module.embedding_init, shape, module.param_dtype)
     if not isinstance(table, QArray):
         table = table.astype(module.dtype or table.dtype)
-    scales = _scales(module, spec, lambda table, _, spec: products.embed_scales(table, spec), table, None)
+    scales = _scales(module, spec, products.embed_scales, table, None)
     _record(module, "embedding", table, products.embed_kernel, spec)
     module.embedding, module.kernel_scale = table, scales.kernel
+
+
+def _embed(module: Any, spec: Spec, inputs: jax.Array) -> jax.Array:
+    return products.embed(inputs, module.embedding, spec, Scales(module.kernel_scale), module.dtype)
+
+
+def _attend(module: Any, spec: Spec, query: jax.Array) -> jax.Array:
+    return products.attend(query, module.embedding, spec, Scales(module.kernel_scale))
+
+
+_CALLS: dict[Any, tuple[str, dict[str, Any]]] = {
+    nn.Dense: ("kernel", {"__call__": _dense}),
+    nn.Conv: ("kernel", {"__call__": _conv}),
+    nn.Embed: ("embedding", {"setup": _set_up_embed, "__call__": _embed, "attend": _attend}),
+}
 
 
 def _parameter(module: Any, name: str, *init: Any) -> Any:

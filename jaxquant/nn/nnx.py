@@ -26,40 +26,36 @@ __all__ = ["QuantConv", "QuantEmbed", "QuantLinear", "calibrate", "convert", "qu
 
 
 class _Quantised:
-    """What the layers share. ``layer.calibrate(x)`` sets learned scales to those that suit the kernel and x."""
+    """An ordinary layer's attributes, a spec and learned scales."""
 
-    _name = "kernel"
-    _calibrating = False
+    _name, _calibrating = "kernel", False
+    _begin, _codes = staticmethod(products.dense_scales), staticmethod(products.dense_kernel)
 
-    def _initial(self, kernel: Any, x: Any) -> Scales:
-        raise NotImplementedError
-
-    def _codes(self, kernel: Any) -> QArray:
-        raise NotImplementedError
-
-    def _begin(self: Any, spec: Spec) -> None:
+    def __init__(self, *args: Any, spec: Spec = Spec(), **kwargs: Any):  # noqa: B008
+        super().__init__(*args, **kwargs)
         self.spec = spec
-        if spec.learned:
-            self.calibrate(None)
+        self.calibrate()
 
-    def calibrate(self: Any, x: jax.Array | None) -> None:
+    def calibrate(self: Any, x: jax.Array | None = None) -> None:
         """Learned scales to begin with, for typical inputs x; None: inputs like a standard normal variable."""
         if self.spec.learned:
-            kernel, x = self._operands(self._typical() if x is None else x)[:2]
-            for name, value in self._initial(kernel, x)._asdict().items():
+            if x is None and self._name == "kernel":
+                space = (1,) * len(getattr(self, "kernel_size", ()))
+                x = jax.random.normal(jax.random.key(0), (1024, *space, self.in_features))
+            kernel, x, _ = self._operands(x)
+            for name, value in self._begin(kernel, x, self.spec)._asdict().items():
                 if value is not None:
                     setattr(self, f"{name}_scale", nnx.Param(value))
 
-    def _typical(self: Any) -> Any:
-        space = (1,) * len(getattr(self, "kernel_size", ()))
-        return jax.random.normal(jax.random.key(0), (1024, *space, self.in_features))
-
-    def _scales(self: Any) -> Scales:
+    def _scales(self) -> Scales:
         found = (getattr(self, f"{name}_scale", None) for name in Scales._fields)
         return Scales(*(None if scale is None else scale[...] for scale in found))
 
     def _operands(self: Any, x: Any) -> tuple[Any, Any, Any]:
         """Kernel, inputs and bias, of one dtype."""
+        if self._calibrating:
+            self._calibrating = False
+            self.calibrate(x)
         kernel, bias = self.kernel.get_value(), self.bias
         bias = None if bias is None else bias[...]
         if not isinstance(kernel, QArray):
@@ -75,19 +71,7 @@ class QuantLinear(_Quantised, nnx.Linear):
     Learned scales are the parameters ``kernel_scale`` and ``input_scale``, exponents of 2; see `calibrate`.
     """
 
-    def __init__(self, *args: Any, spec: Spec = Spec(), **kwargs: Any):  # noqa: B008
-        super().__init__(*args, **kwargs)
-        self._begin(spec)
-
-    def _initial(self, kernel: Any, x: Any) -> Scales:
-        return products.dense_scales(kernel, x, self.spec)
-
-    def _codes(self, kernel: Any) -> QArray:
-        return products.dense_kernel(kernel, self.spec, self._scales())
-
     def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self._calibrating:
-            self.calibrate(inputs)
         kernel, x, bias = self._operands(inputs)
         return products.dense(x, kernel, bias, self.spec, self._scales())
 
@@ -95,21 +79,11 @@ class QuantLinear(_Quantised, nnx.Linear):
 class QuantConv(_Quantised, nnx.Conv):
     """`flax.nnx.Conv` with a `Spec`, without input dilation and masks; padding is "SAME", "VALID" or numbers."""
 
-    def __init__(self, *args: Any, spec: Spec = Spec(), **kwargs: Any):  # noqa: B008
-        super().__init__(*args, **kwargs)
-        self._begin(spec)
-
-    def _initial(self, kernel: Any, x: Any) -> Scales:
-        return products.conv_scales(kernel, x, self.spec)
-
-    def _codes(self, kernel: Any) -> QArray:
-        return products.conv_kernel(kernel, self.spec, self._scales())
+    _begin, _codes = staticmethod(products.conv_scales), staticmethod(products.conv_kernel)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.mask is not None or self.input_dilation not in (None, 1):
             raise refuse("QuantConv", "mask, input_dilation", "neither", "one of them", "use flax.nnx.Conv there")
-        if self._calibrating:
-            self.calibrate(inputs)
         kernel, x, bias = self._operands(inputs)
         return products.convolve(
             x, kernel, bias, self.spec, self._scales(), strides=self.strides, padding=self.padding,
@@ -121,20 +95,7 @@ class QuantEmbed(_Quantised, nnx.Embed):
     """`flax.nnx.Embed` with a `Spec`, of which weights alone count; a scale for each row."""
 
     _name = "embedding"
-
-    def __init__(self, *args: Any, spec: Spec = Spec(), **kwargs: Any):  # noqa: B008
-        super().__init__(*args, **kwargs)
-        self._begin(spec)
-
-    def _typical(self) -> Any:
-        return None
-
-    def _initial(self, kernel: Any, x: Any) -> Scales:
-        del x
-        return products.embed_scales(kernel, self.spec)
-
-    def _codes(self, kernel: Any) -> QArray:
-        return products.embed_kernel(kernel, self.spec, self._scales())
+    _begin, _codes = staticmethod(products.embed_scales), staticmethod(products.embed_kernel)
 
     def _operands(self, x: Any) -> tuple[Any, Any, Any]:
         table = self.embedding.get_value()
@@ -148,7 +109,7 @@ class QuantEmbed(_Quantised, nnx.Embed):
         return products.attend(query, self._operands(None)[0], self.spec, self._scales())
 
 
-_LAYERS = {nnx.Linear: QuantLinear, nnx.Conv: QuantConv, nnx.Embed: QuantEmbed}
+_LAYERS: dict[Any, Any] = {nnx.Linear: QuantLinear, nnx.Conv: QuantConv, nnx.Embed: QuantEmbed}
 
 
 def quantize(model: Any, rules: Any) -> Any:
@@ -172,7 +133,8 @@ def quantize(model: Any, rules: Any) -> Any:
         # The same attributes, and the calls of the other class.
         new = kind.__new__(kind)
         vars(new).update(vars(layer))
-        new._begin(spec)
+        new.spec = spec
+        new.calibrate()
         return new
 
     model = nnx.recursive_map(replaced, nnx.clone(model))
@@ -183,7 +145,7 @@ def quantize(model: Any, rules: Any) -> Any:
 def calibrate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Sets learned scales, in place, to those that suit the kernels and the inputs that reach each layer when
     ``model(*args, **kwargs)`` is called, the layers in front of it quantised already. Returns what the call does."""
-    layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, _Quantised)]
+    layers: list[Any] = [module for _, module in nnx.iter_modules(model) if isinstance(module, _Quantised)]
     for layer in layers:
         layer._calibrating = True
     try:
@@ -202,7 +164,11 @@ def convert(model: Any) -> Any:
     for _, module in list(nnx.iter_modules(model)):
         if isinstance(module, _Quantised) and not isinstance(getattr(module, module._name).get_value(), QArray):
             kernel = module._operands(jnp.zeros((), jnp.float32))[0]
-            setattr(module, module._name, nnx.Param(jax.jit(module._codes)(kernel)))
+            setattr(
+                module,
+                module._name,
+                nnx.Param(jax.jit(module._codes, static_argnums=1)(kernel, module.spec, module._scales())),
+            )
             if hasattr(module, "kernel_scale"):
                 del module.kernel_scale
     return model
