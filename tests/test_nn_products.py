@@ -1,5 +1,6 @@
 """The quantised products of layers: values against NumPy, gradients, transformations; rules; what imports what."""
 
+import doctest
 import subprocess
 import sys
 
@@ -15,6 +16,9 @@ SPECS = {
     "W8A8": Spec(),
     "W4A8": Spec(w_qtype=jnp.int4),
     "W2A8 asymmetric": Spec(w_qtype=jnp.int2, x_qtype=jnp.uint8, symmetric=False),
+    "groups": Spec(w_qtype=jnp.int4, w_granularity=jaxquant.PerGroup(8, axis=0)),
+    "tensors": Spec(w_granularity=jaxquant.PerTensor(), x_granularity=jaxquant.PerTensor()),
+    "learned groups": Spec(w_qtype=jnp.int4, w_granularity=jaxquant.PerGroup(8, axis=0), learned=True),
     "weight-only": Spec(w_qtype=jnp.int4, x_qtype=None),
     "learned": Spec(w_qtype=jnp.int4, learned=True),
     "learned unsigned": Spec(x_qtype=jnp.uint8, learned=True),
@@ -193,9 +197,18 @@ def test_frameworks_are_imported_by_their_adapters_alone():
 def test_a_missing_framework_is_named(adapter, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"jaxquant.nn.{adapter}", raising=False)
-    monkeypatch.delattr(jaxquant.nn, adapter, raising=False)
+    monkeypatch.delitem(vars(jaxquant.nn), adapter, raising=False)
     monkeypatch.setitem(sys.modules, "flax.linen", None)
     with pytest.raises(ImportError, match=f"pip install {package}"):
         getattr(jaxquant.nn, adapter)
     with pytest.raises(AttributeError):
         jaxquant.nn.torch  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["Rules", "Spec", "as_dot_general", "as_einsum"])
+def test_the_example_of_a_docstring(name):
+    function = getattr(jaxquant.nn, name)
+    names = {"jnp": jnp, **{each: getattr(jaxquant.nn, each) for each in jaxquant.nn.__all__}}
+    (example,) = doctest.DocTestFinder(recurse=False).find(function, name, globs=names)
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0

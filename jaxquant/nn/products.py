@@ -52,8 +52,8 @@ def as_dot_general(spec: Spec = Spec()) -> Callable[..., jax.Array]:  # noqa: B0
       precision is ignored, since integers are summed exactly.
 
     >>> dot_general = as_dot_general(Spec(w_qtype=jnp.int4))
-    >>> dot_general(jnp.array([[1.0, 2.0]]), jnp.array([[1.0], [0.5]]), (((1,), (0,)), ((), ())))
-    Array([[2.142857]], dtype=float32)
+    >>> dot_general(jnp.array([[1.0, -1.0]]), jnp.array([[7.0], [3.2]]), (((1,), (0,)), ((), ()))).round(3)
+    Array([[4.]], dtype=float32)
     """
     _check_chosen("as_dot_general", spec)
 
@@ -74,8 +74,8 @@ def as_einsum(spec: Spec = Spec()) -> Callable[..., jax.Array]:  # noqa: B008
     Args:
       spec: as for `as_dot_general`.
 
-    >>> as_einsum()("...k,nk->...n", jnp.array([1.0, 2.0]), jnp.array([[1.0, 0.0], [0.0, 1.0]]))
-    Array([1., 2.], dtype=float32)
+    >>> as_einsum()("...k,nk->...n", jnp.array([1.0, -2.0]), jnp.array([[1.0, 0.0], [0.0, 1.0]])).round(2)
+    Array([ 1.01, -2.  ], dtype=float32)
     """
     _check_chosen("as_einsum", spec)
 
@@ -302,9 +302,14 @@ def _dot(
     c = op.axes(x, w)
     if not isinstance(w, QArray) and _fits_qat_dense(x, w, c, spec) and dtype == x.dtype:
         of_x, of_w = op.hows(x, w, spec)
-        w_scale = None if scales.kernel is None else parameters(w, of_w, scales.kernel)
-        x_scale = None if scales.input is None or of_x is None else parameters(x, of_x, scales.input)
-        x_scale = None if x_scale is None else QParams(x_scale.scale.reshape(()), None, x_scale.qtype)
+        w_scale = x_scale = None  # which qat_dense chooses by column and by row
+        if scales.kernel is not None:
+            w_scale = parameters(w, of_w, scales.kernel)
+        elif spec.w_granularity is not None:
+            w_scale = choose.choose_qparams(w, spec.w_granularity, qtype=spec.w_qtype)
+        if scales.input is not None and of_x is not None:
+            x_scale = parameters(x, of_x, scales.input)
+            x_scale = QParams(x_scale.scale.reshape(()), None, x_scale.qtype)
         return qat_dense(x, w, bias, w_scale=w_scale, x_scale=x_scale, w_qtype=spec.w_qtype, x_qtype=spec.x_qtype)
     return _product(op, x, w, spec, scales, bias, dtype)
 
@@ -312,8 +317,7 @@ def _dot(
 def _fits_qat_dense(x: Any, w: Any, c: contraction.Contraction, spec: Spec) -> bool:
     """Whether `qat_dense` computes it: the same value, with less kept for the backward."""
     plain = c.x_contract == (x.ndim - 1,) and c.w_contract == (0,) and w.ndim == 2 and not c.x_batch
-    by_row = spec.x_granularity in (None, PerToken()) and spec.symmetric and spec.x_qtype == "int8"
-    return plain and by_row and (spec.w_granularity in (None, PerAxis(1), PerAxis(-1)) or spec.learned)
+    return plain and spec.x_granularity in (None, PerToken()) and spec.symmetric and spec.x_qtype == "int8"
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
