@@ -80,12 +80,12 @@ def accuracy(model, images, labels):
     return 100 * float(np.mean(np.argmax(forward(model, images), axis=-1) == labels))
 
 
-def train(model, data, rate, epochs, seed, progress, name):
+def train(model, data, optimizer_of, rate, epochs, seed, progress, name):
     """Trains in place; returns the optimizer and the validation accuracies, before the first epoch and after each."""
     images, labels = data["train"]
     batches = len(images) // BATCH
     schedule = optax.cosine_decay_schedule(rate, epochs * batches)
-    optimizer, random = nnx.Optimizer(model, optax.adam(schedule), wrt=nnx.Param), np.random.default_rng(seed)
+    optimizer, random = nnx.Optimizer(model, optimizer_of(schedule), wrt=nnx.Param), np.random.default_rng(seed)
     history = [accuracy(model, *data["validation"])]
     task = progress.add_task(name, total=epochs, loss="", accuracy=f"{history[0]:.1f}")
     for _ in range(epochs):
@@ -126,7 +126,7 @@ def run(epochs, seed, rounds, progress):
     """Trains the float model and one for each width; returns the rows of the table, float first."""
     data = load_data(seed)
     baseline = Classifier(nnx.Rngs(jax.random.key(seed, impl="rbg")))  # compiles in a fraction of the default's time
-    optimizer, _ = train(baseline, data, 0.01, epochs, seed, progress, "float")
+    optimizer, _ = train(baseline, data, partial(optax.sgd, momentum=0.9), 0.1, epochs, seed, progress, "float")
     models, optimizers = [baseline], [optimizer]
     size = sum(layer.kernel.get_value().nbytes for layer in baseline.layers)
     rows = [{"name": "float", "trained": accuracy(baseline, *data["test"]), "bytes": size}]
@@ -135,7 +135,7 @@ def run(epochs, seed, rounds, progress):
         row = {"name": f"{bits} bits"}
         model = post_training_quantized(baseline, bits, data["train"][0][:256])
         row["rounded"] = accuracy(model, *data["test"])
-        optimizer, row["history"] = train(model, data, 0.003, epochs, seed, progress, row["name"])
+        optimizer, row["history"] = train(model, data, optax.adam, 0.003, epochs, seed, progress, row["name"])
         row["trained"] = accuracy(model, *data["test"])
 
         served = qnn.convert(model)

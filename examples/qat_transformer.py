@@ -11,6 +11,7 @@
 
 import argparse
 import importlib.util
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,9 +30,6 @@ from jaxquant.nn import Rules, Spec
 from jaxquant.nn.linen import convert, quantized
 
 MIB = 1 << 20
-# XLA's default order of operations on CPU favours parallelism, for which it keeps some values longer than they are
-# needed: temporary memory then says little about what is kept. With this it is as on other platforms.
-OPTIONS = {"xla_cpu_enable_concurrency_optimized_scheduler": False} if jax.default_backend() == "cpu" else {}
 # Recomputed in the backward pass, as is usual: what is kept is then mostly what dense layers need.
 gelu = jax.checkpoint(nn.gelu)
 attention = jax.checkpoint(partial(jax.nn.dot_product_attention, is_causal=True))
@@ -200,7 +198,7 @@ def run(options, progress, console):
 
     rows, steps = [], []
     for name, apply in kinds.items():
-        compiled = step_of(apply, optimizer).lower(start, optimizer.init(start), batch).compile(OPTIONS)
+        compiled = step_of(apply, optimizer).lower(start, optimizer.init(start), batch).compile()
         steps.append(compiled)
         row = {"name": name, "temporary": compiled.memory_analysis().temp_size_in_bytes}
         row["residuals"] = residual_bytes(apply, start, batch)
@@ -276,4 +274,9 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
+    # XLA's default order of operations on CPU favours parallelism, for which it keeps values longer than they are
+    # needed: temporary memory then says little about what training keeps.
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    )
     main()

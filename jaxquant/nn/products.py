@@ -140,7 +140,9 @@ def initial_scale(a: Any, how: How) -> jax.Array:
     signed = qtypes.lookup("initial_scale", how.qtype).qmin < 0
     # Of an unsigned type the range of values that are not negative: its zero point is then 0.
     values = a if signed else jnp.maximum(a, 0)
-    q = choose.choose_qparams(values, how.granularity, qtype=how.qtype, symmetric=signed, method="mse")
+    q = choose.choose_qparams(
+        values, how.granularity, qtype=how.qtype, symmetric=signed, narrow_range=False, method="mse"
+    )
     return exponent_of(q.scale)
 
 
