@@ -1,4 +1,4 @@
-"""A quantised dense layer in Equinox, trained a few steps on scikit-learn's digits."""
+"""An Equinox model quantised by rules, trained a few steps on scikit-learn's digits, and converted to integers."""
 
 import equinox as eqx
 import jax
@@ -7,34 +7,8 @@ import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
-import jaxquant
-
-
-class QuantLinear(eqx.nn.Linear):
-    """`eqx.nn.Linear` with 4-bit weights (a learned scale per output) and 8-bit inputs (one learned scale).
-
-    A scale's logarithm is the parameter: the scale stays positive, and each step changes it by a proportion.
-    """
-
-    weight_log_scale: jax.Array
-    input_log_scale: jax.Array
-    qtype: type = eqx.field(static=True)
-
-    def __init__(self, in_features, out_features, typical_input, *, qtype=jnp.int4, key):
-        super().__init__(in_features, out_features, key=key)
-        self.qtype = qtype
-        self.weight_log_scale = log_scale(self.weight, qtype, axis=1)
-        self.input_log_scale = log_scale(typical_input, jnp.uint8)
-
-    def __call__(self, x, *, key=None):
-        x = jaxquant.fake_quantize(x, jnp.exp(self.input_log_scale), qtype=jnp.uint8)
-        weight = jaxquant.fake_quantize(self.weight, jnp.exp(self.weight_log_scale), axis=0, qtype=self.qtype)
-        return weight @ x + self.bias
-
-
-def log_scale(x, qtype, axis=None):
-    """A start that clips the tails and spends the codes on the bulk (Esser et al., 2020)."""
-    return jnp.log(2 * jnp.mean(jnp.abs(x), axis) / jnp.iinfo(qtype).max ** 0.5)
+from jaxquant.nn import Rules, Spec
+from jaxquant.nn.equinox import convert, quantize
 
 
 def main(steps=100):
@@ -42,17 +16,21 @@ def main(steps=100):
     digits = load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
     keys = jax.random.split(jax.random.key(0, impl="rbg"))
-    hidden = QuantLinear(64, 32, images, key=keys[0])
-    activations = jax.nn.relu(jax.vmap(hidden)(images))
-    model = eqx.nn.Sequential([hidden, eqx.nn.Lambda(jax.nn.relu), QuantLinear(32, 10, activations, key=keys[1])])
+    layers = [eqx.nn.Linear(64, 32, key=keys[0]), eqx.nn.Lambda(jax.nn.relu), eqx.nn.Linear(32, 10, key=keys[1])]
+    # 4-bit weights in the first layer, 8-bit ones in the others; activations of 8 bits; scales from the values.
+    rules = Rules([("layers/0/*", Spec(w_qtype=jnp.int4)), ("*", Spec())], unmatched="raise")
+    model = quantize(eqx.nn.Sequential(layers), rules)
     optimizer = optax.adam(0.01)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
     @eqx.filter_jit
+    def logits_of(model):
+        return jax.vmap(model)(images)
+
+    @eqx.filter_jit
     def step(model, state):
         def loss_of(model):
-            logits = jax.vmap(model)(images)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(logits_of(model), labels).mean()
 
         loss, gradients = eqx.filter_value_and_grad(loss_of)(model)
         updates, state = optimizer.update(gradients, state)
@@ -64,6 +42,11 @@ def main(steps=100):
         losses.append(float(loss))
         if i % 20 == 0 or i == steps - 1:
             print(f"step {i:3}  loss {losses[-1]:.3f}")
+
+    served = convert(model)  # weights as integer codes
+    trained, integers = (np.asarray(logits_of(each)) for each in (model, served))
+    print(f"{served.layers[0].layer.weight}: the same logits: {np.array_equal(trained, integers)}")
+    assert np.array_equal(trained, integers)
     return losses[0], losses[-1]
 
 

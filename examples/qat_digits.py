@@ -5,7 +5,7 @@
 1. Train a small convolutional network in float.
 2. Round its weights to 8, 4 or 2 bits and its activations to 8: post-training quantisation.
 3. Train on from there with the rounding in the forward pass and the scales learned: quantisation-aware training.
-4. Store the weights as integer codes (packed below 8 bits) and check that they give the trained logits, bit for bit.
+4. Convert it to integer weights (packed below 8 bits) and check that they give the trained logits, bit for bit.
 
 The data are 1797 scans of 8 x 8 pixels that come with scikit-learn. Test images are used for the final table only.
 """
@@ -26,99 +26,35 @@ from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-import jaxquant
+import jaxquant.nn.nnx as qnn
+from jaxquant.nn import Spec
 
 WEIGHT_TYPES = {8: jnp.int8, 4: jnp.int4, 2: jnp.int2}
-ACTIVATION_TYPE = jnp.uint8  # unsigned: a layer's input is pixels or the output of a relu
-SMALLEST_SCALE = 1e-6
 BATCH = 64
 
 
-# The model: kernels are quantised per output channel, the input of each layer per tensor.
-
-
-class Layer(nnx.Module):
-    """A convolution (kernel of rank 4) or a dense layer (rank 2), in float until `qtype` and the scales are set."""
-
-    def __init__(self, kernel_shape, stride=1, *, rngs):
-        self.kernel = nnx.Param(nnx.initializers.he_normal()(rngs.params(), kernel_shape))
-        self.bias = nnx.Param(jnp.zeros(kernel_shape[-1]))
-        self.stride = stride
-        self.qtype = None
-
-    def weights(self):
-        """The kernel as the forward pass uses it."""
-        kernel = self.kernel[...]
-        if self.qtype is None:
-            return kernel
-        scale = damp_gradient(self.kernel_scale[...], kernel.size // kernel.shape[-1], self.qtype)
-        return jaxquant.fake_quantize(kernel, scale, axis=-1, qtype=self.qtype)
-
-    def __call__(self, x, weights):
-        if self.qtype is not None:
-            scale = damp_gradient(self.input_scale[...], x[0].size, ACTIVATION_TYPE)
-            x = jaxquant.fake_quantize(x, scale, qtype=ACTIVATION_TYPE)
-        if weights.ndim == 2:
-            return x.reshape(len(x), -1) @ weights + self.bias[...]
-        layout = ("NHWC", "HWIO", "NHWC")
-        x = jax.lax.conv_general_dilated(x, weights, (self.stride, self.stride), "SAME", dimension_numbers=layout)
-        return nnx.relu(x + self.bias[...])
-
-
 class Classifier(nnx.Module):
-    """Three convolutions and a dense layer.
-
-    The weights are an argument of the call, so that fake-quantised ones (training) and dequantised codes (deployment)
-    run through one and the same compiled function.
-    """
+    """Three convolutions and a dense layer."""
 
     def __init__(self, rngs):
-        shapes = [((3, 3, 1, 8), 1), ((3, 3, 8, 16), 2), ((3, 3, 16, 32), 2), ((2 * 2 * 32, 10), 1)]
-        self.layers = nnx.List([Layer(shape, stride, rngs=rngs) for shape, stride in shapes])
+        conv = partial(nnx.Conv, kernel_size=(3, 3), kernel_init=nnx.initializers.he_normal(), rngs=rngs)
+        convolutions = [conv(1, 8), conv(8, 16, strides=2), conv(16, 32, strides=2)]
+        self.layers = nnx.List([*convolutions, nnx.Linear(2 * 2 * 32, 10, rngs=rngs)])
 
-    def weights(self):
-        return [layer.weights() for layer in self.layers]
-
-    def __call__(self, x, weights):
-        for layer, layer_weights in zip(self.layers, weights, strict=True):
-            x = layer(x, layer_weights)
-        return x
-
-
-# Scales: where they start and how they learn.
-
-
-@partial(jax.jit, static_argnames=("qtype", "axis"))
-def best_scale(x, qtype, axis=None):
-    """Of 50 fractions of the scale that clips nothing, the one with the least squared error (for each channel)."""
-    shared = None if axis is None else tuple(i for i in range(x.ndim) if i != axis % x.ndim)
-    widest = jnp.maximum(jnp.max(jnp.abs(x), axis=shared) / jnp.iinfo(qtype).max, SMALLEST_SCALE)
-    candidates = jnp.linspace(0.02, 1, 50).reshape(-1, *[1] * widest.ndim) * widest
-
-    def error(scale):
-        return jnp.sum((jaxquant.fake_quantize(x, scale, axis=axis, qtype=qtype) - x) ** 2, axis=shared)
-
-    best = jnp.argmin(jax.vmap(error)(candidates), axis=0, keepdims=True)
-    return jnp.take_along_axis(candidates, best, axis=0)[0]
-
-
-def damp_gradient(scale, elements, qtype):
-    """Returns the scale unchanged; its gradient is divided by sqrt(elements * qmax), as in LSQ (Esser et al., 2020).
-
-    A scale collects the gradients of all its elements, and would otherwise learn far faster than any one weight.
-    """
-    factor = float(elements * jnp.iinfo(qtype).max) ** -0.5
-    return jax.custom_gradient(lambda s: (s, lambda gradient: gradient * factor))(scale)
+    def __call__(self, x):
+        *convolutions, head = self.layers
+        for layer in convolutions:
+            x = nnx.relu(layer(x))
+        return head(x.reshape(len(x), -1))
 
 
 def post_training_quantized(model, bits, images):
-    """A quantised copy of a float model; the activation scales are chosen on `images`."""
-    model, x = nnx.clone(model), images
-    for layer in model.layers:
-        layer.qtype = WEIGHT_TYPES[bits]
-        layer.kernel_scale = nnx.Param(best_scale(layer.kernel[...], layer.qtype, axis=-1))
-        layer.input_scale = nnx.Param(best_scale(x, ACTIVATION_TYPE))
-        x = layer(x, layer.weights())
+    """A quantised copy of a float model, with a scale for each output channel and one for each layer's input.
+
+    Activations are unsigned: a layer's input is pixels or the output of a relu.
+    """
+    model = qnn.quantize(model, Spec(w_qtype=WEIGHT_TYPES[bits], x_qtype=jnp.uint8, learned=True))
+    qnn.calibrate(model, images)
     return model
 
 
@@ -126,38 +62,30 @@ def post_training_quantized(model, bits, images):
 
 
 @nnx.jit
-def forward(model, weights, images):
-    return model(images, weights)
+def forward(model, images):
+    return model(images)
 
 
 @nnx.jit
 def train_step(model, optimizer, images, labels):
     def loss_of(model):
-        logits = model(images, model.weights())
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
 
     loss, gradients = nnx.value_and_grad(loss_of)(model)
     optimizer.update(model, gradients)
-    for layer in model.layers:
-        if layer.qtype is not None:  # an update must not carry a scale through zero
-            layer.kernel_scale[...] = jnp.maximum(layer.kernel_scale[...], SMALLEST_SCALE)
-            layer.input_scale[...] = jnp.maximum(layer.input_scale[...], SMALLEST_SCALE)
     return loss
 
 
-def optimizer_for(model, rate, steps):
-    return nnx.Optimizer(model, optax.sgd(optax.cosine_decay_schedule(rate, steps), momentum=0.9), wrt=nnx.Param)
-
-
 def accuracy(model, images, labels):
-    return 100 * float(np.mean(np.argmax(forward(model, model.weights(), images), axis=-1) == labels))
+    return 100 * float(np.mean(np.argmax(forward(model, images), axis=-1) == labels))
 
 
-def train(model, data, rate, epochs, seed, progress, name):
+def train(model, data, optimizer_of, rate, epochs, seed, progress, name):
     """Trains in place; returns the optimizer and the validation accuracies, before the first epoch and after each."""
     images, labels = data["train"]
     batches = len(images) // BATCH
-    optimizer, random = optimizer_for(model, rate, epochs * batches), np.random.default_rng(seed)
+    schedule = optax.cosine_decay_schedule(rate, epochs * batches)
+    optimizer, random = nnx.Optimizer(model, optimizer_of(schedule), wrt=nnx.Param), np.random.default_rng(seed)
     history = [accuracy(model, *data["validation"])]
     task = progress.add_task(name, total=epochs, loss="", accuracy=f"{history[0]:.1f}")
     for _ in range(epochs):
@@ -182,29 +110,6 @@ def step_times(models, optimizers, data, rounds):
     return 1e3 * np.median(times, axis=0)
 
 
-# Stored codes
-
-
-def store(model):
-    """What a checkpoint needs of each kernel: integer codes, packed below 8 bits, and scales."""
-    stored = []
-    for layer in model.layers:
-        scale, packed = layer.kernel_scale[...], jnp.iinfo(layer.qtype).bits < 8
-        codes = jaxquant.quantize(layer.kernel[...], scale, axis=-1, qtype=layer.qtype, packed=packed)
-        stored.append((codes, scale))
-    return stored
-
-
-def load(stored, qtype):
-    """The weights of a checkpoint, as `forward` takes them."""
-    weights = []
-    for codes, scale in stored:
-        if jnp.iinfo(qtype).bits < 8:
-            codes = jaxquant.unpack(codes, qtype, len(scale))
-        weights.append(jaxquant.dequantize(codes, scale, axis=-1))
-    return weights
-
-
 # The experiment
 
 
@@ -221,22 +126,22 @@ def run(epochs, seed, rounds, progress):
     """Trains the float model and one for each width; returns the rows of the table, float first."""
     data = load_data(seed)
     baseline = Classifier(nnx.Rngs(jax.random.key(seed, impl="rbg")))  # compiles in a fraction of the default's time
-    optimizer, _ = train(baseline, data, 0.1, epochs, seed, progress, "float")
+    optimizer, _ = train(baseline, data, partial(optax.sgd, momentum=0.9), 0.1, epochs, seed, progress, "float")
     models, optimizers = [baseline], [optimizer]
-    size = sum(layer.kernel.nbytes for layer in baseline.layers)
+    size = sum(layer.kernel.get_value().nbytes for layer in baseline.layers)
     rows = [{"name": "float", "trained": accuracy(baseline, *data["test"]), "bytes": size}]
 
-    for bits, qtype in WEIGHT_TYPES.items():
+    for bits in WEIGHT_TYPES:
         row = {"name": f"{bits} bits"}
         model = post_training_quantized(baseline, bits, data["train"][0][:256])
         row["rounded"] = accuracy(model, *data["test"])
-        optimizer, row["history"] = train(model, data, 0.05, epochs, seed, progress, row["name"])
+        optimizer, row["history"] = train(model, data, optax.adam, 0.003, epochs, seed, progress, row["name"])
         row["trained"] = accuracy(model, *data["test"])
 
-        stored = store(model)
-        row["bytes"] = sum(codes.nbytes + scale.nbytes for codes, scale in stored)
-        logits = [forward(model, weights, data["test"][0]) for weights in (model.weights(), load(stored, qtype))]
-        row["same_logits"] = np.array_equal(*(np.asarray(each).view(np.uint32) for each in logits))
+        served = qnn.convert(model)
+        row["bytes"] = sum(layer.kernel.get_value().nbytes for layer in served.layers)
+        logits = [np.asarray(forward(each, data["test"][0])) for each in (model, served)]
+        row["same_logits"] = np.array_equal(*(each.view(np.uint32) for each in logits))
         rows, models, optimizers = [*rows, row], [*models, model], [*optimizers, optimizer]
 
     for row, milliseconds in zip(rows, step_times(models, optimizers, data, rounds), strict=True):

@@ -1,6 +1,6 @@
 """Quantisation kernels for JAX that compose with jit, vmap, grad and sharding."""
 
-from jaxquant import export, forward_mode, ggml, observers, optim
+from jaxquant import export, forward_mode, ggml, nn, observers, optim
 from jaxquant._core.information import export_checks, info
 from jaxquant._core.platforms import register_kernels
 from jaxquant.affine.choose import choose_qparams
@@ -49,6 +49,7 @@ __all__ = [
     "lsq_gradient_scale",
     "lsq_init",
     "matmul",
+    "nn",
     "observers",
     "optim",
     "pack",

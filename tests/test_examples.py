@@ -34,3 +34,13 @@ def test_qat_digits(tmp_path):
 def test_layer(name):
     first, last = load(name).main(steps=40)
     assert last < 0.7 * first
+
+
+def test_qat_transformer():
+    rows = load("qat_transformer").main(["--quick"])
+    by_name = {row["name"]: row for row in rows}
+    for weights in ("W8A8", "W4A8"):
+        ours = by_name[f"{weights}, jaxquant"]
+        assert ours["same_logits"]
+        assert abs(ours["loss"] / by_name["float"]["loss"] - 1) < 0.02
+        assert ours["residuals"] < by_name["float"]["residuals"] < by_name["W8A8, jax.numpy"]["residuals"]
