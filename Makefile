@@ -24,10 +24,11 @@ PIP := pip install --quiet --progress-bar off
 # The build folder remembers the choice of an earlier target.
 ALL_ISAS := -C cmake.define.JAXQUANT_ALL_ISAS=ON
 
-.PHONY: help quickstart test test-fast smoke smoke-newest smoke-oldest bench lint format docs wheel cuda cuda-all sanitize test-gpu bench-gpu fuzz clean
+.PHONY: help quickstart test test-all test-fast smoke smoke-newest smoke-flags smoke-oldest bench lint format docs wheel cuda cuda-all sanitize test-gpu bench-gpu fuzz clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
+	@echo "make test-all     the tests that compile for long too"
 	@echo "make smoke        the smoke subset on the oldest and the newest JAX"
 	@echo "make bench        benchmarks beside the peers (tables and JSON in benchmarks/results)"
 	@echo "make lint         ruff, pyright, clang-format"
@@ -58,12 +59,18 @@ quickstart: $(VENV)/quickstart
 	@mkdir -p build && $(BIN)/python examples/qat_digits.py --output build/qat_digits.png
 
 test: $(VENV)/test
+	$(BIN)/pytest -n auto -q -m "not slow"
+
+test-all: $(VENV)/test
 	$(BIN)/pytest -n auto -q
 
 smoke: smoke-newest smoke-oldest
 
-smoke-newest: $(VENV)/test
+smoke-newest: smoke-flags
 	$(BIN)/pytest -n auto -q -m smoke
+
+# As JAX will do it next.
+smoke-flags: $(VENV)/test
 	JAX_CUSTOM_VJP3=1 JAX_REMAT3=1 $(BIN)/pytest -n auto -q -m smoke
 
 smoke-oldest: $(SOURCES)

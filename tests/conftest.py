@@ -21,6 +21,7 @@ hypothesis.settings.load_profile("deterministic")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "smoke: under two minutes, on the oldest and the newest JAX")
+    config.addinivalue_line("markers", "slow: compiles for long; left to make test-all")
     config.addinivalue_line("markers", "xdist_group(name): tests that run in one worker")
 
 

@@ -106,6 +106,7 @@ def test_every_layout(layout, implementation):
         check(data(layout), layout, implementation, qtype=qtype, symmetric=symmetric)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("layout", ["per_tensor", "aligned_tokens", "last_axis", "groups", "blocks"])

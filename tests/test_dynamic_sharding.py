@@ -41,6 +41,7 @@ def values():
     return jnp.asarray(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("name", GRANULARITIES)
 def test_auto(name, spec):

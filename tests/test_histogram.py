@@ -112,6 +112,7 @@ def test_percentiles(shape, granularity, implementation):
             np.testing.assert_array_equal(found[(slice(None), *index)], np.asarray(wanted, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_types(dtype, implementation):
     with jax.enable_x64(dtype == "float64"):
@@ -254,6 +255,7 @@ def counted(granularity):
     return jax.jit(lambda x: (histogram(x, -2.0, 2.0, granularity, bins=16), percentile(x, [1, 99], granularity)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec, kind",
     [

@@ -25,6 +25,7 @@ both = pytest.mark.parametrize("implementation", ["ffi", "xla"])
 # ------------------------------------------------------------------------------------------------------------ batching
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("batched", [False, True], ids=["matrices", "stacks"])
@@ -155,6 +156,7 @@ def scaled_case(groups, prepared, qtype="int8"):
     return Problem(qtype, m=16, k=128, n=64, groups=groups, zero_a=True, zero_w=True, bias=True), prepared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 @pytest.mark.parametrize("prepared", [False, True], ids=["plain", "prepared"])
 @pytest.mark.parametrize("groups", [1, 4])

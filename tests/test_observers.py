@@ -239,6 +239,7 @@ def test_data_that_breaks_observers(observer):
     assert observer.qparams(observer.init((2, 4))).scale == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observer", [*OBSERVERS, *PER_CHANNEL], ids=name)
 def test_jit_scan_vmap_and_pytrees(observer):
     xs = jnp.asarray(np.stack(batches()))
@@ -260,6 +261,7 @@ def test_jit_scan_vmap_and_pytrees(observer):
     assert hash(observer) == hash(type(observer)(**observer.__dict__))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observer", [*OBSERVERS, PER_CHANNEL[0], PER_CHANNEL[6]], ids=name)
 def test_merge(observer):
     """Four shards, two updates each, merged: the state of one device that saw it all."""

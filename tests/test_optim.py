@@ -88,6 +88,7 @@ def test_steps_have_the_bits_of_the_oracle(shape, dtype, implementation):
         same([x.ravel() for x in (*state.mu, *state.nu)], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ["portable", "v3"])
 def test_instruction_sets_agree(isa):
     if isa not in jaxquant._core.ffi.module("cpu").compiled_isas().split():
@@ -338,6 +339,7 @@ def test_eager_jit_and_scan_agree(implementation):
     same((stacked, last), (jnp.stack(eager), state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("own_count", [False, True])

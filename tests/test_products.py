@@ -178,6 +178,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 def test_dot_general(numbers):
     """Every grid that divides w's axes: scales follow where axes are merged, moved or cut into blocks."""
@@ -213,6 +214,7 @@ def test_einsum(case):
     close(einsum(spec, x, w, lhs_qtype=jnp.int8), expected, 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lhs", [None, jnp.int8])
 @pytest.mark.parametrize("sizes", [(2, 0, 9, 1), (0, 0, 0, 0), (0, 15, 0, 0), (3, 3, 3, 3), (20, 1, 1, 1)], ids=str)
 def test_ragged_dot(sizes, lhs, monkeypatch):
