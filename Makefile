@@ -24,7 +24,7 @@ PIP := pip install --quiet --progress-bar off
 # The build folder remembers the choice of an earlier target.
 ALL_ISAS := -C cmake.define.JAXQUANT_ALL_ISAS=ON
 
-.PHONY: help quickstart test test-all test-fast smoke smoke-newest smoke-flags smoke-oldest bench lint format docs wheel cuda cuda-all sanitize test-gpu bench-gpu fuzz clean
+.PHONY: help quickstart test test-all smoke smoke-newest smoke-flags smoke-oldest bench lint format docs wheel cuda cuda-all sanitize test-gpu bench-gpu fuzz clean
 
 help:
 	@sed -n 's/^#   //p' Makefile

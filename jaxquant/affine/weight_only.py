@@ -21,9 +21,9 @@ from jax.interpreters import ad
 
 from jaxquant._core import compat
 from jaxquant._core.primitive import Axes, Operation, Result, bind, build
+from jaxquant.affine.layout import codes_of, codes_per_word, columns_of, weight_axes
 
 FLOATS = ("float32", "float16", "bfloat16")
-PANEL = 16  # columns, in the prepared layout
 
 
 class Weight(NamedTuple):
@@ -37,11 +37,10 @@ class Weight(NamedTuple):
 
     def columns(self, data: Any) -> Any:
         """n of a matrix or of its shard, which has whole bytes or panels."""
-        held = data.shape[1] * PANEL if self.layout == "prepared" else data.shape[2] * (8 // self.bits)
-        return min(self.n, held)
+        return columns_of(data, self.bits, self.layout == "prepared", self.n)
 
     def rows(self, data: Any) -> Any:
-        return min(self.k, data.shape[2] * (32 // self.bits)) if self.layout == "prepared" else data.shape[1]
+        return min(self.k, data.shape[2] * codes_per_word(self.bits)) if self.layout == "prepared" else data.shape[1]
 
 
 def no_zero_point() -> jax.Array:
@@ -52,24 +51,16 @@ def no_zero_point() -> jax.Array:
 # ---------------------------------------------------------------------------------------------------------- jax.numpy
 
 
-def codes_of(data: Any, weight: Weight) -> Any:
-    """The codes [b, k, n] as int32."""
+def _codes(data: Any, weight: Weight) -> Any:
+    """The codes [b, k, n]."""
     bits, signed, _, _, layout = weight
-    shifts = jnp.arange(8 // bits, dtype=jnp.uint8) * jnp.uint8(bits)
-    codes = jax.lax.bitcast_convert_type(data, jnp.uint8)
-    if layout == "prepared":
-        b, panels, words, _ = codes.shape
-        codes = codes.reshape(b, panels, words, PANEL, 4)[:, :, :, None] >> shifts[:, None, None]
-        codes = codes.transpose(0, 2, 3, 5, 1, 4).reshape(b, words * (32 // bits), panels * PANEL)
-    elif bits < 8:
-        codes = (codes[..., None] >> shifts).reshape(*codes.shape[:2], codes.shape[2] * (8 // bits))
-    codes = (codes[:, : weight.rows(data), : weight.columns(data)] & jnp.uint8(2**bits - 1)).astype(jnp.int32)
-    return jnp.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes) if signed else codes
+    k, n = weight.rows(data), weight.columns(data)
+    return codes_of(data, bits=bits, signed=signed, k=k, n=n, prepared=layout == "prepared")
 
 
 def _values(data: Any, scale: Any, zero_point: Any, weight: Weight) -> Any:
     """(q - zero_point) * scale in float32, [b, k, n]."""
-    codes = codes_of(data, weight).astype(jnp.float32)
+    codes = _codes(data, weight).astype(jnp.float32)
     b, k, n = codes.shape
     groups = scale.shape[1]
     if 0 in (b, k, n):
@@ -101,17 +92,8 @@ def _gradient_reference(dy: Any, data: Any, scale: Any, zero_point: Any, *, weig
 def _matrix_axes(data: Any, scale: Any, zero_point: Any, weight: Weight) -> tuple[list[Any], dict[str, Any]]:
     """Names of the axes of a matrix's operands, and what may not be cut: groups, words, panels, bytes."""
     bits, _, n, k, layout = weight
-    groups = scale.shape[1]
-    if layout == "prepared":
-        names = ("b", "n", "k", None)
-        word = 32 // bits
-        cut_n = data.shape[1] if n % PANEL == 0 else 1
-        cut_k = 1 if k % word else data.shape[2]
-    else:
-        names = ("b", "k", "n")
-        word = 1
-        cut_n = data.shape[2] if n % (8 // bits) == 0 else 1
-        cut_k = data.shape[1]
+    groups, word = scale.shape[1], codes_per_word(bits) if layout == "prepared" else 1
+    names, cut_k, cut_n = weight_axes(data, bits, layout == "prepared", k, n)
     if groups > 1:
         cut_k = groups if k // groups % word == 0 else 1
     of_scale = ("b", "k" if groups > 1 else None, None if scale.shape[2] == 1 else "n")

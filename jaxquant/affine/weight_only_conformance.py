@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxquant.affine.weight_only import PANEL, Weight, no_zero_point, weight_only_gradient_p, weight_only_matmul_p
+from jaxquant.affine.layout import PANEL
+from jaxquant.affine.weight_only import Weight, no_zero_point, weight_only_gradient_p, weight_only_matmul_p
 
 _K, _N, _GROUPS = 96, 37, 3
 _ROWS = (1, 5, 40)
