@@ -21,7 +21,7 @@ import numpy as np
 import jaxquant
 from jaxquant import optim
 from jaxquant._core import ffi, primitive
-from jaxquant.affine import matmul_conformance, weight_only_conformance
+from jaxquant.affine import histogram_conformance, matmul_conformance, weight_only_conformance
 from jaxquant.ggml import conformance as ggml_conformance
 
 __all__ = ["ConformanceError", "Report", "conformance", "emulation_available"]
@@ -87,6 +87,7 @@ def conformance(implementation: str | None = None) -> Report:
     judge.dynamic()
     judge.empty()
     judge.optimiser()
+    histogram_conformance.check(judge.bits, implementation)
     matmul_conformance.check(judge.bits, implementation)
     weight_only_conformance.check(judge.close, implementation)
     ggml_conformance.check(judge.bits, judge.close, implementation)

@@ -37,7 +37,7 @@ def _host_quantize(kind: BlockFormat, x: np.ndarray, imatrix: np.ndarray | None)
 def _values(kind: BlockFormat, data: np.ndarray) -> np.ndarray:
     """By jax.numpy on the host, which shares nothing with the kernels."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return np.asarray(reference.dequantize(jnp.asarray(data), kind.name))
+        return np.asarray(jax.jit(reference.dequantize, static_argnums=1)(data, kind.name))
 
 
 def check(bits: Bits, close: Callable[[str, str, Any, np.ndarray, float], None], implementation: str | None) -> None:
