@@ -9,6 +9,7 @@ top=$(cd "$(dirname "$0")/.." && pwd)
 build=$top/build/sanitize
 running=()
 site=$build/site
+mkdir -p "$top/build"
 
 "$python" -m pip install --quiet --progress-bar off nanobind cmake ninja
 bin=$(dirname "$python")

@@ -12,6 +12,7 @@
 #include "ffi/affine/arguments.h"
 #include "ffi/affine/histogram/handlers.h"
 #include "ffi/common/checks.h"
+#include "ffi/common/handler.h"
 
 namespace jq {
 
@@ -260,107 +261,29 @@ class Handlers {
   }
 };
 
-// One C function per target, as the FFI registry wants it.
-template <typename Platform, Op op>
-XLA_FFI_Error* ValueHandler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = Platform::Bind()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Attr<int64_t>("qmin")
-                             .template Attr<int64_t>("qmax")
-                             .template Attr<int64_t>("packed_bits")
-                             .To(Handlers<Platform>::template Value<op>, Platform::kTraits)
-                             .release();
-  return handler->Call(frame);
-}
-template <typename Platform, Op op>
-XLA_FFI_Error* GradientHandler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = Platform::Bind()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Attr<int64_t>("qmin")
-                             .template Attr<int64_t>("qmax")
-                             .template Attr<int64_t>("want")
-                             .To(Handlers<Platform>::template Gradient<op>, Platform::kTraits)
-                             .release();
-  return handler->Call(frame);
-}
-template <typename Platform, Op op>
-XLA_FFI_Error* KeyedValueHandler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = Platform::Bind()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Attr<int64_t>("qmin")
-                             .template Attr<int64_t>("qmax")
-                             .template Attr<int64_t>("packed_bits")
-                             .template Attr<ffi::Span<const int64_t>>("index_shape")
-                             .To(Handlers<Platform>::template KeyedValue<op>, Platform::kTraits)
-                             .release();
-  return handler->Call(frame);
-}
-template <typename Platform, Op op>
-XLA_FFI_Error* KeyedGradientHandler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = Platform::Bind()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Attr<int64_t>("qmin")
-                             .template Attr<int64_t>("qmax")
-                             .template Attr<int64_t>("want")
-                             .template Attr<ffi::Span<const int64_t>>("index_shape")
-                             .To(Handlers<Platform>::template KeyedGradient<op>, Platform::kTraits)
-                             .release();
-  return handler->Call(frame);
-}
-template <typename Platform, bool kPack>
-XLA_FFI_Error* PackingHandler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = Platform::Bind()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Attr<int64_t>("bits")
-                             .To(kPack ? Handlers<Platform>::Pack : Handlers<Platform>::Unpack, Platform::kTraits)
-                             .release();
-  return handler->Call(frame);
-}
-
 // f(name, handler) for every target: the one list of operations on the C++ side.
 template <typename Platform, typename F>
 void ForEachTarget(const F& f) {
-  f("fake_quantize", ValueHandler<Platform, Op::kFakeQuantize>);
-  f("quantize", ValueHandler<Platform, Op::kQuantize>);
-  f("dequantize", ValueHandler<Platform, Op::kDequantize>);
-  f("fake_quantize_gradient", GradientHandler<Platform, Op::kFakeQuantize>);
-  f("quantize_gradient", GradientHandler<Platform, Op::kQuantize>);
-  f("dequantize_gradient", GradientHandler<Platform, Op::kDequantize>);
-  f("stochastic_fake_quantize", KeyedValueHandler<Platform, Op::kStochasticFakeQuantize>);
-  f("stochastic_quantize", KeyedValueHandler<Platform, Op::kStochasticQuantize>);
-  f("stochastic_fake_quantize_gradient", KeyedGradientHandler<Platform, Op::kStochasticFakeQuantize>);
-  f("stochastic_quantize_gradient", KeyedGradientHandler<Platform, Op::kStochasticQuantize>);
-  f("pack", PackingHandler<Platform, true>);
-  f("unpack", PackingHandler<Platform, false>);
-  f("histogram", HistogramHandler<Platform>);
-  f("digit_histogram", DigitHistogramHandler<Platform>);
+  f("fake_quantize", JQ_HANDLER(Handlers<Platform>::template Value<Op::kFakeQuantize>, "qmin", "qmax", "packed_bits"));
+  f("quantize", JQ_HANDLER(Handlers<Platform>::template Value<Op::kQuantize>, "qmin", "qmax", "packed_bits"));
+  f("dequantize", JQ_HANDLER(Handlers<Platform>::template Value<Op::kDequantize>, "qmin", "qmax", "packed_bits"));
+  f("fake_quantize_gradient",
+    JQ_HANDLER(Handlers<Platform>::template Gradient<Op::kFakeQuantize>, "qmin", "qmax", "want"));
+  f("quantize_gradient", JQ_HANDLER(Handlers<Platform>::template Gradient<Op::kQuantize>, "qmin", "qmax", "want"));
+  f("dequantize_gradient", JQ_HANDLER(Handlers<Platform>::template Gradient<Op::kDequantize>, "qmin", "qmax", "want"));
+  f("stochastic_fake_quantize", JQ_HANDLER(Handlers<Platform>::template KeyedValue<Op::kStochasticFakeQuantize>, "qmin",
+                                           "qmax", "packed_bits", "index_shape"));
+  f("stochastic_quantize", JQ_HANDLER(Handlers<Platform>::template KeyedValue<Op::kStochasticQuantize>, "qmin", "qmax",
+                                      "packed_bits", "index_shape"));
+  f("stochastic_fake_quantize_gradient",
+    JQ_HANDLER(Handlers<Platform>::template KeyedGradient<Op::kStochasticFakeQuantize>, "qmin", "qmax", "want",
+               "index_shape"));
+  f("stochastic_quantize_gradient", JQ_HANDLER(Handlers<Platform>::template KeyedGradient<Op::kStochasticQuantize>,
+                                               "qmin", "qmax", "want", "index_shape"));
+  f("pack", JQ_HANDLER(Handlers<Platform>::Pack, "bits"));
+  f("unpack", JQ_HANDLER(Handlers<Platform>::Unpack, "bits"));
+  f("histogram", JQ_HANDLER(HistogramHandlers<Platform>::Bins, "bins", "magnitude"));
+  f("digit_histogram", JQ_HANDLER(HistogramHandlers<Platform>::Digits, "shift", "width", "magnitude"));
 }
 
 }  // namespace jq

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "ffi/common/checks.h"
+#include "ffi/common/handler.h"
 #include "ffi/ggml/arguments.h"
 #include "ffi/ggml/formats.h"
 
@@ -299,43 +300,17 @@ class Handlers {
   }
 };
 
-// ---- One C function per target, as the FFI registry wants it
-
-#define JQ_ARG .template Arg<ffi::AnyBuffer>()
-#define JQ_RET .template Ret<ffi::AnyBuffer>()
-#define JQ_INT(name) .template Attr<int64_t>(name)
-#define JQ_HANDLER(function, operands)                                                                              \
-  template <typename Platform>                                                                                      \
-  XLA_FFI_Error* function##Handler(XLA_FFI_CallFrame* frame) {                                                      \
-    static auto* handler = Platform::Bind() operands.To(Handlers<Platform>::function, Platform::kTraits).release(); \
-    return handler->Call(frame);                                                                                    \
-  }
-
-JQ_HANDLER(Quantize, JQ_ARG JQ_ARG JQ_RET JQ_INT("format"))
-JQ_HANDLER(Dequantize, JQ_ARG JQ_RET JQ_INT("format"))
-JQ_HANDLER(Take, JQ_ARG JQ_ARG JQ_RET JQ_INT("format"))
-JQ_HANDLER(Arrange, JQ_ARG JQ_RET JQ_INT("format") JQ_INT("prepare"))
-JQ_HANDLER(Linear, JQ_ARG JQ_ARG JQ_RET JQ_RET JQ_INT("format") JQ_INT("prepared") JQ_INT("int8"))
-JQ_HANDLER(LinearGradient, JQ_ARG JQ_ARG JQ_RET JQ_RET JQ_INT("format") JQ_INT("prepared"))
-JQ_HANDLER(MoeLinear, JQ_ARG JQ_ARG JQ_ARG JQ_RET JQ_RET JQ_INT("format") JQ_INT("prepared") JQ_INT("int8"))
-JQ_HANDLER(MoeLinearGradient, JQ_ARG JQ_ARG JQ_ARG JQ_RET JQ_RET JQ_INT("format") JQ_INT("prepared"))
-
-#undef JQ_HANDLER
-#undef JQ_INT
-#undef JQ_RET
-#undef JQ_ARG
-
 // f(target name, handler) for every target of a platform.
 template <typename Platform, typename F>
 void ForEachTarget(F&& f) {
-  f("ggml_quantize", QuantizeHandler<Platform>);
-  f("ggml_dequantize", DequantizeHandler<Platform>);
-  f("ggml_take", TakeHandler<Platform>);
-  f("ggml_prepare", ArrangeHandler<Platform>);
-  f("ggml_linear", LinearHandler<Platform>);
-  f("ggml_linear_gradient", LinearGradientHandler<Platform>);
-  f("ggml_moe_linear", MoeLinearHandler<Platform>);
-  f("ggml_moe_linear_gradient", MoeLinearGradientHandler<Platform>);
+  f("ggml_quantize", JQ_HANDLER(Handlers<Platform>::Quantize, "format"));
+  f("ggml_dequantize", JQ_HANDLER(Handlers<Platform>::Dequantize, "format"));
+  f("ggml_take", JQ_HANDLER(Handlers<Platform>::Take, "format"));
+  f("ggml_prepare", JQ_HANDLER(Handlers<Platform>::Arrange, "format", "prepare"));
+  f("ggml_linear", JQ_HANDLER(Handlers<Platform>::Linear, "format", "prepared", "int8"));
+  f("ggml_linear_gradient", JQ_HANDLER(Handlers<Platform>::LinearGradient, "format", "prepared"));
+  f("ggml_moe_linear", JQ_HANDLER(Handlers<Platform>::MoeLinear, "format", "prepared", "int8"));
+  f("ggml_moe_linear_gradient", JQ_HANDLER(Handlers<Platform>::MoeLinearGradient, "format", "prepared"));
 }
 
 }  // namespace ggml

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "ffi/common/checks.h"
+#include "ffi/common/handler.h"
 #include "ffi/matmul/arguments.h"
 #include "ffi/matmul/layout.h"
 
@@ -208,36 +209,13 @@ class Handlers {
   }
 };
 
-// ---- One C function per target, as the FFI registry wants it
-
-#define JQ_ARG .template Arg<ffi::AnyBuffer>()
-#define JQ_RET .template Ret<ffi::AnyBuffer>()
-#define JQ_INT(name) .template Attr<int64_t>(name)
-#define JQ_HANDLER(function, operands)                                                                              \
-  template <typename Platform>                                                                                      \
-  XLA_FFI_Error* function##Handler(XLA_FFI_CallFrame* frame) {                                                      \
-    static auto* handler = Platform::Bind() operands.To(Handlers<Platform>::function, Platform::kTraits).release(); \
-    return handler->Call(frame);                                                                                    \
-  }
-
-JQ_HANDLER(Prepare, JQ_ARG JQ_RET JQ_INT("bits") JQ_INT("n"))
-JQ_HANDLER(Plain, JQ_ARG JQ_RET JQ_INT("bits") JQ_INT("n"))
-JQ_HANDLER(IntMatmul, JQ_ARG JQ_ARG JQ_RET)
-JQ_HANDLER(ScaledMatmul, JQ_ARG JQ_ARG JQ_ARG JQ_ARG JQ_ARG JQ_ARG JQ_ARG JQ_RET JQ_INT("bits") JQ_INT("is_signed")
-                             JQ_INT("prepared"))
-
-#undef JQ_HANDLER
-#undef JQ_INT
-#undef JQ_RET
-#undef JQ_ARG
-
 // f(target name, handler) for every target of a platform.
 template <typename Platform, typename F>
 void ForEachTarget(F&& f) {
-  f("prepare", PrepareHandler<Platform>);
-  f("plain", PlainHandler<Platform>);
-  f("int_matmul", IntMatmulHandler<Platform>);
-  f("scaled_matmul", ScaledMatmulHandler<Platform>);
+  f("prepare", JQ_HANDLER(Handlers<Platform>::Prepare, "bits", "n"));
+  f("plain", JQ_HANDLER(Handlers<Platform>::Plain, "bits", "n"));
+  f("int_matmul", JQ_HANDLER(Handlers<Platform>::IntMatmul));
+  f("scaled_matmul", JQ_HANDLER(Handlers<Platform>::ScaledMatmul, "bits", "is_signed", "prepared"));
 }
 
 }  // namespace matmul

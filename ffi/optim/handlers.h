@@ -6,6 +6,7 @@
 #include <string>
 
 #include "ffi/common/checks.h"
+#include "ffi/common/handler.h"
 #include "ffi/optim/math.h"
 
 namespace jq {
@@ -96,31 +97,9 @@ class Handlers {
   }
 };
 
-template <typename Platform>
-XLA_FFI_Error* Adam8bitHandler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = Platform::Bind()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Attr<int64_t>("axis")
-                             .template Attr<int64_t>("length")
-                             .To(Handlers<Platform>::Adam8bit, Platform::kTraits)
-                             .release();
-  return handler->Call(frame);
-}
-
 template <typename Platform, typename F>
 void ForEachTarget(const F& f) {
-  f("adam8bit", Adam8bitHandler<Platform>);
+  f("adam8bit", JQ_HANDLER(Handlers<Platform>::Adam8bit, "axis", "length"));
 }
 
 }  // namespace optim

@@ -84,38 +84,13 @@ class DynamicHandlers {
   }
 };
 
-template <typename Platform>
-XLA_FFI_Error* RangeHandler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = Platform::Bind()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Attr<int64_t>("absolute")
-                             .To(DynamicHandlers<Platform>::Range, Platform::kTraits)
-                             .release();
-  return handler->Call(frame);
-}
-template <typename Platform, Op op>
-XLA_FFI_Error* DynamicHandler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = Platform::Bind()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Attr<int64_t>("qmin")
-                             .template Attr<int64_t>("qmax")
-                             .template Attr<int64_t>("symmetric")
-                             .template Attr<int64_t>("packed_bits")
-                             .To(DynamicHandlers<Platform>::template Dynamic<op>, Platform::kTraits)
-                             .release();
-  return handler->Call(frame);
-}
-
 template <typename Platform, typename F>
 void ForEachDynamicTarget(const F& f) {
-  f("range", RangeHandler<Platform>);
-  f("dynamic_quantize", DynamicHandler<Platform, Op::kQuantize>);
-  f("dynamic_fake_quantize", DynamicHandler<Platform, Op::kFakeQuantize>);
+  f("range", JQ_HANDLER(DynamicHandlers<Platform>::Range, "absolute"));
+  f("dynamic_quantize",
+    JQ_HANDLER(DynamicHandlers<Platform>::template Dynamic<Op::kQuantize>, "qmin", "qmax", "symmetric", "packed_bits"));
+  f("dynamic_fake_quantize", JQ_HANDLER(DynamicHandlers<Platform>::template Dynamic<Op::kFakeQuantize>, "qmin", "qmax",
+                                        "symmetric", "packed_bits"));
 }
 
 }  // namespace jq

@@ -83,31 +83,4 @@ class HistogramHandlers {
   }
 };
 
-template <typename Platform>
-XLA_FFI_Error* HistogramHandler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = Platform::Bind()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Attr<int64_t>("bins")
-                             .template Attr<int64_t>("magnitude")
-                             .To(HistogramHandlers<Platform>::Bins, Platform::kTraits)
-                             .release();
-  return handler->Call(frame);
-}
-template <typename Platform>
-XLA_FFI_Error* DigitHistogramHandler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = Platform::Bind()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Arg<ffi::AnyBuffer>()
-                             .template Ret<ffi::AnyBuffer>()
-                             .template Attr<int64_t>("shift")
-                             .template Attr<int64_t>("width")
-                             .template Attr<int64_t>("magnitude")
-                             .To(HistogramHandlers<Platform>::Digits, Platform::kTraits)
-                             .release();
-  return handler->Call(frame);
-}
-
 }  // namespace jq

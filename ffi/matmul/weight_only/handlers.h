@@ -6,6 +6,7 @@
 #include <string>
 
 #include "ffi/common/checks.h"
+#include "ffi/common/handler.h"
 #include "ffi/matmul/weight_only/kernels.h"
 
 namespace jq {
@@ -116,35 +117,11 @@ class Handlers {
   }
 };
 
-// ---- One C function per target, as the FFI registry wants it
-
-#define JQ_HANDLER(function)                                                        \
-  template <typename Platform>                                                      \
-  XLA_FFI_Error* function##Handler(XLA_FFI_CallFrame* frame) {                      \
-    static auto* handler = Platform::Bind()                                         \
-                               .template Arg<ffi::AnyBuffer>()                      \
-                               .template Arg<ffi::AnyBuffer>()                      \
-                               .template Arg<ffi::AnyBuffer>()                      \
-                               .template Arg<ffi::AnyBuffer>()                      \
-                               .template Ret<ffi::AnyBuffer>()                      \
-                               .template Attr<int64_t>("bits")                      \
-                               .template Attr<int64_t>("is_signed")                 \
-                               .template Attr<int64_t>("prepared")                  \
-                               .To(Handlers<Platform>::function, Platform::kTraits) \
-                               .release();                                          \
-    return handler->Call(frame);                                                    \
-  }
-
-JQ_HANDLER(Matmul)
-JQ_HANDLER(Gradient)
-
-#undef JQ_HANDLER
-
 // f(target name, handler) for every target of a platform.
 template <typename Platform, typename F>
 void ForEachTarget(F&& f) {
-  f("weight_only_matmul", MatmulHandler<Platform>);
-  f("weight_only_gradient", GradientHandler<Platform>);
+  f("weight_only_matmul", JQ_HANDLER(Handlers<Platform>::Matmul, "bits", "is_signed", "prepared"));
+  f("weight_only_gradient", JQ_HANDLER(Handlers<Platform>::Gradient, "bits", "is_signed", "prepared"));
 }
 
 }  // namespace weight_only
