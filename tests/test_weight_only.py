@@ -302,17 +302,21 @@ def placed_operands(mesh, w, layout, k_axis, n_axis):
     return put(mesh, data_spec, data), put(mesh, scale_spec, scale), put(mesh, scale_spec, zero_point)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "kind, implementation",
+    [(AxisType.Auto, None), (AxisType.Explicit, None), (AxisType.Explicit, "xla")],
+    ids=["auto", "explicit", "explicit xla"],
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sharded", SHARDED)
-def test_sharding(sharded, layout, kind):
+def test_sharding(sharded, layout, kind, implementation):
     xs, (k_axis, n_axis), ys, forward, backward = SHARDED[sharded]
     w, x, dy = matrix("int4", *BIG, True), normal(8, BIG[0]), normal(8, BIG[1])
     for primitive, rows, spec, expected in (
         (weight_only_matmul_p, x, xs, forward),
         (weight_only_gradient_p, dy, ys, backward),
     ):
-        call = jax.jit(functools.partial(primitive.bind, weight=w.weight(layout), implementation=None))
+        call = jax.jit(functools.partial(primitive.bind, weight=w.weight(layout), implementation=implementation))
         alone = call(jnp.asarray(rows)[None], *w.operands(layout))
         mesh = mesh_of((2, 2), kind)
         with jax.set_mesh(mesh):

@@ -8,85 +8,21 @@ batching and sharding need to know, so per-tensor, per-channel, per-token and bl
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
-from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jaxquant._core import compat, ffi, places
+from jaxquant._core import compat, ffi, partitioning
+from jaxquant._core.operation import Axes, Operation, Result, Role
 
-Role = Literal["full", "scale", "packed"]
-
-
-class Result(NamedTuple):
-    role: Role
-    shape: tuple[Any, ...]
-    dtype: Any
-
-
-class Axes(NamedTuple):
-    """Names of axes, None for those that no mesh axis may split; of a named axis, the parts that may not be cut."""
-
-    operands: list[tuple[str | None, ...]]
-    results: list[tuple[str | None, ...]]
-    units: dict[str, Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """What is particular to one primitive.
-
-    results(*operands, **params) gives the results from anything with shape and dtype; the full-sized array leads.
-    scratch(*operands, **params) gives one more result that only the kernel sees.
-    attributes(**params) gives the integers that the FFI handler reads.
-    serves(platform, **params) tells whether the platform's kernel takes such parameters; the reference does where not.
-    dtypes: what the leading operand may be.
-    aliases: operand -> result that the kernel writes in its place, as a donated state asks for.
-    host: whether the reference calls back to the host, as none can where a mesh is partly manual.
-    across(*operands, axes, **params) gives the results of a shard where mesh axes cut what a result of role "scale"
-    reduces over; without it, results of that role are summed over the axes.
-    placed: whether an element's place in the whole array counts: the row-major index over the trailing axes, as many as
-    the parameter `index_rank` says (those before belong to vmap). The kernel gets one more operand, the index of its
-    first element (uint32, low and high word), and the sizes of these axes of the whole array, -1 where they are x's.
-
-    Where roles do not tell the shapes apart (values and the bytes of their blocks):
-    axes(*operands, **params) names the axes of operands and results. Axes of one name are split alike, whatever their
-    sizes, into whole units; a result is summed over the shards of the names it lacks.
-    batch(operands, dims, **params) is the batching rule: the results, batched along their first axes.
-    partial(call, total, whole, *operands, **params) gives a shard's result where it is a sum over shards: whole are the
-    operands of all shards, call(*operands, changed={...}) runs the kernel with changed params, total(x) sums over the
-    shards. Left out: sums of float32.
-    """
-
-    name: str
-    operands: tuple[Role, ...]
-    results: Callable[..., list[Result]]
-    reference: Callable[..., Any]
-    attributes: Callable[..., dict[str, int]]
-    dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
-    scratch: Callable[..., Result] | None = None
-    serves: Callable[..., bool] | None = None
-    aliases: dict[int, int] | None = None
-    host: bool = False
-    placed: bool = False
-    pad_results: Callable[..., list[Result | None]] | None = None
-    across: Callable[..., Sequence[Any]] | None = None
-    axes: Callable[..., Axes] | None = None
-    batch: Callable[..., Any] | None = None
-    partial: Callable[..., Any] | None = None
-    same_bits: str = "cpu (any instruction set and thread count), cuda, jax.numpy on cpu"
-
+__all__ = ["OPERATIONS", "Axes", "Operation", "Result", "Role", "bind", "build", "use_kernels"]
 
 # Every primitive of the package by name: info(), register_kernels() and the tests read it.
 OPERATIONS: dict[str, tuple[Operation, Primitive]] = {}
@@ -130,7 +66,9 @@ def _abstract(operation: Operation, multiple_results: bool, *operands: Any, **pa
     for result in operation.results(*operands, **_public(params)):
         # Shaped like the operand of the same role: it carries the explicit sharding and the varying axes.
         like = operands[operation.operands.index(result.role)] if result.role in operation.operands else operands[0]
-        sharding = like.sharding if result.shape == like.shape else _legal_sharding(result.shape, like.sharding)
+        sharding = (
+            like.sharding if result.shape == like.shape else partitioning.legal_sharding(result.shape, like.sharding)
+        )
         avals.append(like.update(shape=result.shape, dtype=jnp.dtype(result.dtype), weak_type=False, sharding=sharding))
     return avals if multiple_results else avals[0]
 
@@ -139,7 +77,7 @@ def _abstract_by_name(operation: Operation, *operands: Any, **params: Any) -> li
     assert operation.axes is not None
     names, results = operation.axes(*operands, **params), operation.results(*operands, **params)
     sharding = operands[0].sharding
-    spec = _spec_by_name(sharding.mesh, names, [x.sharding.spec for x in operands])
+    spec = partitioning.spec_by_name(sharding.mesh, names, [x.sharding.spec for x in operands])
     return [
         operands[0].update(
             shape=result.shape,
@@ -149,15 +87,6 @@ def _abstract_by_name(operation: Operation, *operands: Any, **params: Any) -> li
         )
         for result, own in zip(results, names.results, strict=True)
     ]
-
-
-def _legal_sharding(shape: tuple[Any, ...], sharding: Any) -> Any:
-    """`sharding` without the axes that no longer divide `shape`."""
-    spec = [
-        axes if _divides(size, _parts(sharding.mesh, axes)) else None
-        for size, axes in zip(shape, sharding.spec, strict=True)
-    ]
-    return sharding.update(spec=PartitionSpec(*spec))
 
 
 def _public(params: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +140,7 @@ def _lower(
                 )
     lowered: Callable[..., Any]
     if target is None:
-        lowered = partial(operation.reference, **params)
+        lowered = partitioning.as_automatic(partial(operation.reference, **params), ctx.avals_out)
     else:
         call = partial(_call, operation, target, params)
         devices = _devices(ctx)
@@ -220,7 +149,8 @@ def _lower(
         elif devices == "partly manual":
             # A kernel would have to be partitioned over the axes left automatic; there jax.numpy is partitioned by XLA,
             # or the operands are gathered over those axes.
-            lowered = call if operation.host else partial(operation.reference, **params)
+            reference = partitioning.as_automatic(partial(operation.reference, **params), ctx.avals_out)
+            lowered = call if operation.host else reference
         elif ctx.module_context.lowering_parameters.for_export:
             raise NotImplementedError(
                 f"{operation.name}: jax.export cannot serialise a kernel that is partitioned over {devices} devices; "
@@ -229,9 +159,9 @@ def _lower(
         else:
             if operation.across is not None:
                 across = partial(operation.across, implementation=implementation, **params)
-                lowered = partial(_partitioned, operation, call, params, across=across)
+                lowered = partial(partitioning.by_role, operation, call, params, across=across)
             else:
-                rule = _partitioned if operation.axes is None else _partitioned_by_name
+                rule = partitioning.by_role if operation.axes is None else partitioning.by_name
                 lowered = partial(rule, operation, call, params)
 
     def flat(*args: Any) -> Any:
@@ -291,216 +221,3 @@ def _call(
         attributes["index_shape"] = np.array(sizes, np.int64)
     out = jax.ffi.ffi_call(target, shapes, input_output_aliases=operation.aliases)(*operands, **attributes)
     return [value for value, result in zip(out, padded, strict=False) if result is not None]
-
-
-# -------------------------------------------------------------------------------------------------------- partitioning
-
-
-def _partitioned(
-    operation: Operation,
-    call: Callable[..., list[Any]],
-    params: dict[str, Any],
-    *operands: Any,
-    across: Callable[..., Sequence[Any]] | None = None,
-) -> Any:
-    """`call` on each shard, with no communication but the sums that a result needs, or that of `across`."""
-    results = operation.results(*operands, **params)
-    full = operands[0].shape if operation.operands[0] == "full" else results[0].shape
-    roles: tuple[Role, ...] = operation.operands
-    count, index_sizes = len(operands), ()
-    if operation.placed:
-        indexed = range(len(full) - params["index_rank"], len(full))
-        index_sizes = tuple(full[d] for d in indexed)
-        operands = (*operands, *places.iotas(full, indexed))
-        roles = (*roles, *("scale" for _ in indexed))
-
-    def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
-        arrays: list[Any] = [*zip(roles, operand_shapes, strict=True)]
-        arrays += [(r.role, shape) for r, shape in zip(results, result_shapes, strict=True)]
-        # Large arrays stay where they are; the others follow.
-        arrays.sort(key=lambda array: array[0] != "full")
-        spec = _common_spec(mesh, full, arrays)
-
-        def sharding(shape: tuple[int, ...]) -> NamedSharding:
-            return NamedSharding(
-                mesh, PartitionSpec(*[None if n == 1 else axes for n, axes in zip(shape, spec, strict=True)])
-            )
-
-        def local(shape: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(n if n == 1 else n // _parts(mesh, axes) for n, axes in zip(shape, spec, strict=True))
-
-        def shard(*parts: Any) -> Any:
-            placed = {"place": (places.origin(parts[count:], index_sizes), index_sizes)} if operation.placed else {}
-            local_results = [r._replace(shape=local(r.shape)) for r in results]
-            summed = [i for i, r in enumerate(results) if r.role == "scale"]
-            axes = tuple(
-                name
-                for d, names in enumerate(spec)
-                if names is not None and summed and results[summed[0]].shape[d] == 1 and full[d] != 1
-                for name in ((names,) if isinstance(names, str) else names)
-            )
-            if axes and across is not None:
-                avals = tuple(ShapedArray(r.shape, jnp.dtype(r.dtype)) for r in local_results)
-                return tuple(_alone_p.bind(*parts, function=partial(across, axes=axes), results=avals))
-            out = call(*parts[:count], results=local_results, **placed)
-            if axes:
-                for i, total in zip(summed, _all_reduce([out[i] for i in summed], axes), strict=True):
-                    out[i] = total
-            return tuple(out)
-
-        return mesh, shard, tuple(sharding(r.shape) for r in results), tuple(sharding(o.shape) for o in operand_shapes)
-
-    def rule(mesh: Any, operand_types: Any, result_types: Any) -> SdyShardingRule:
-        del mesh
-        return sharding_rule(full, [t.shape for t in operand_types], [t.shape for t in result_types])
-
-    def infer(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
-        return partition(mesh, operand_shapes, result_shapes)[2]
-
-    op = custom_partitioning(lambda *args: tuple(call(*args[:count])))
-    op.def_partition(partition=partition, sharding_rule=rule, infer_sharding_from_operands=infer)
-    return op(*operands)
-
-
-def _partitioned_by_name(
-    operation: Operation, call: Callable[..., list[Any]], params: dict[str, Any], *operands: Any
-) -> Any:
-    assert operation.axes is not None
-    names = operation.axes(*operands, **params)
-    arrays = [*names.operands, *names.results]
-
-    def partition(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
-        del result_shapes
-        spec = _spec_by_name(mesh, names, [getattr(o.sharding, "spec", ()) for o in operand_shapes])
-
-        def sharding(own: tuple[str | None, ...]) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*[None if name is None else spec.get(name) for name in own]))
-
-        missing = {name for own in names.operands for name in own} - {name for own in names.results for name in own}
-        summed = tuple(axis for name in spec if name in missing for axis in spec[name])
-
-        def shard(*parts: Any) -> Any:
-            if not summed:
-                return tuple(call(*parts))
-            of_shard = operation.partial
-            if of_shard is not None:
-
-                def function(*parts: Any) -> list[Any]:
-                    return [of_shard(call, lambda x: jax.lax.psum(x, summed), operands, *parts, **params)]
-
-                avals = tuple(ShapedArray(r.shape, jnp.dtype(r.dtype)) for r in operation.results(*parts, **params))
-                return tuple(_alone_p.bind(*parts, function=function, results=avals))
-            # Partial sums travel in float32.
-            dtype = parts[0].dtype
-            (out,) = call(parts[0].astype(jnp.float32), *parts[1:])
-            (total,) = _all_reduce([out], summed)
-            return (total.astype(dtype),)
-
-        return mesh, shard, tuple(map(sharding, names.results)), tuple(map(sharding, names.operands))
-
-    def rule(mesh: Any, operand_types: Any, result_types: Any) -> SdyShardingRule:
-        del mesh, operand_types, result_types
-        alone = itertools.count()
-        mappings = [tuple(name or f"one{next(alone)}" for name in own) for own in arrays]
-        inputs, outputs = mappings[: len(operands)], mappings[len(operands) :]
-        return SdyShardingRule(tuple(inputs), tuple(outputs))  # pyright: ignore[reportArgumentType]
-
-    def infer(mesh: Any, operand_shapes: Any, result_shapes: Any) -> Any:
-        return partition(mesh, operand_shapes, result_shapes)[2]
-
-    op = custom_partitioning(lambda *args: tuple(call(*args)))
-    op.def_partition(partition=partition, sharding_rule=rule, infer_sharding_from_operands=infer)
-    return op(*operands)
-
-
-def _spec_by_name(mesh: Any, names: Axes, specs: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-    """The mesh axes of each name, from the operands' own, last operand first: weights stay where they are, and values
-    follow. No mesh axis twice, no unit cut."""
-    found: dict[str, tuple[str, ...]] = {}
-    used: set[str] = set()
-    for own, entries in reversed(list(zip(names.operands, specs, strict=True))):
-        for name, entry in zip(own, entries, strict=False):
-            axes = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple) else ()
-            while axes and not _divides(names.units.get(name or "", 1), _parts(mesh, axes)):
-                axes = axes[:-1]
-            if name is not None and axes and name not in found and not used & set(axes):
-                found[name] = axes
-                used |= set(axes)
-    return found
-
-
-def _lower_alone(
-    ctx: Any, *parts: Any, function: Callable[..., Sequence[Any]], results: tuple[ShapedArray, ...]
-) -> Any:
-    del results
-    return places.lower_bare(ctx, lambda *args: list(function(*args)), *parts, multiple_results=True)
-
-
-# A function of one shard's arrays, which may communicate.
-_alone_p = Primitive("jaxquant_alone")
-_alone_p.multiple_results = True
-_alone_p.def_abstract_eval(lambda *parts, function, results: list(results))
-mlir.register_lowering(_alone_p, _lower_alone)
-
-
-def _all_reduce(sums: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
-    """The sums of all shards: one all-reduce for all of them together."""
-    avals = tuple(ShapedArray(s.shape, s.dtype) for s in sums)
-    return _alone_p.bind(*sums, function=lambda *s: jax.lax.psum(jnp.stack(s), axes), results=avals)
-
-
-def _common_spec(mesh: Any, full: tuple[int, ...], arrays: Sequence[tuple[Role, Any]]) -> list[Any]:
-    """One sharding for all, from theirs in order: no mesh axis twice, and no shard that cuts a block or a byte.
-
-    An array that is replicated over a mesh axis takes its part of it for nothing.
-    """
-
-    def whole(d: int, parts: int) -> bool:
-        for role, array in arrays:
-            n, m = full[d], array.shape[d]
-            if m != 1 and (n % m or m % parts):
-                return False
-            # 6 codes of 2 bits fill a byte and a half: half of the codes are not half of the bytes.
-            if role == "packed" and 8 % (n // m):
-                return False
-        return True
-
-    common: list[Any] = [None] * len(full)
-    used: set[str] = set()
-    for _, array in arrays:
-        for d, entry in enumerate(getattr(array.sharding, "spec", ())):
-            names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            while names and not whole(d, _parts(mesh, names)):
-                names = names[:-1]
-            if names and common[d] is None and not used & set(names):
-                common[d] = names
-                used |= set(names)
-    return common
-
-
-def _divides(size: Any, parts: int) -> bool:
-    return parts == 1 or (isinstance(size, int) and size % parts == 0)
-
-
-def _parts(mesh: Any, axes: Any) -> int:
-    if axes is None or not isinstance(axes, (str, tuple)):
-        return 1
-    return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
-
-
-def sharding_rule(
-    full: tuple[int, ...], operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
-) -> SdyShardingRule:
-    """The Shardy rule that follows from shapes: an axis is one factor in every array, and an axis of 1 has none.
-
-    JAX gives a factor the smallest of its sizes, so Shardy proposes only mesh axes that divide the number of blocks. A
-    compound factor (blocks, block) would be the textbook rule, but where a shard cuts a block it makes Shardy split a
-    mesh axis, for which JAX has no name: compilation fails.
-    """
-    ones = itertools.count()
-
-    def mapping(shape: tuple[int, ...]) -> tuple[str, ...]:
-        return tuple(f"a{d}" if m != 1 or full[d] == 1 else f"one{next(ones)}" for d, m in enumerate(shape))
-
-    mappings: Any = (tuple(map(mapping, operands)), tuple(map(mapping, results)))
-    return SdyShardingRule(*mappings)
