@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxquant import QArray
+from jaxquant import QArray, observers
 from jaxquant.nn import Rules, Spec, UnmatchedRules
 
 eqx = pytest.importorskip("equinox")
@@ -70,6 +70,17 @@ def test_typical_inputs_choose_the_scale():
     x = jax.random.normal(jax.random.key(1), (32, 16))
     own, wide = (qnn.QuantLinear(layer, SPECS[-1], each) for each in (x, 1024 * x))
     np.testing.assert_allclose(wide.scales.input - own.scales.input, 10, atol=1e-4)  # exponents of 2
+
+
+def test_observers_gather_what_arrives_at_layers():
+    spec = Spec(x_observer=observers.AbsMax())
+    conv = qnn.QuantConv(Model().layers[0], spec)
+    for batch in (IMAGES[:2], IMAGES[2:]):
+        conv = conv.observe(batch)
+    assert conv.scales.input["absmax"] == np.abs(IMAGES).max()
+    served = qnn.convert(conv)
+    np.testing.assert_array_equal(served.scales.input.scale, np.abs(IMAGES).max() / np.float32(127))
+    assert_same_bits(call(conv, IMAGES), call(served, IMAGES))
 
 
 def test_rules():

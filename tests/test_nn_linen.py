@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxquant
+from jaxquant import observers
 from jaxquant.nn import Rules, Spec, UnmatchedRules, as_dot_general
 
 nn = pytest.importorskip("flax.linen")
@@ -68,6 +69,23 @@ def test_training_moves_learned_scales_and_lowers_the_loss():
     assert losses[-1] < 0.7 * losses[0]
     for name in ("kernel_scale", "input_scale"):
         assert np.any(variables["params"]["layers_2"][name] != start["params"]["layers_2"][name])
+
+
+def test_observers_gather_what_arrives_at_layers():
+    spec = Spec(w_qtype=jnp.int4, x_observer=observers.MinMax(qtype=jnp.uint8, symmetric=False))
+    model = network(spec)
+    variables, gather = jax.jit(model.init)(jax.random.key(1), IMAGES), jax.jit(model.apply, static_argnames="mutable")
+    for batch in (IMAGES[:2], IMAGES[2:]):
+        variables = {**variables, **gather(variables, batch, mutable="observed")[1]}
+    first = variables["observed"]["layers_0"]["input_scale"]
+    assert (first["low"], first["high"]) == (0, IMAGES.max())
+    apply, served = jax.jit(model.apply), linen.convert(model, variables, IMAGES)
+    constant = served["observed"]["layers_0"]["input_scale"]
+    np.testing.assert_array_equal(constant.scale, np.float32(IMAGES.max()) / np.float32(255))
+    assert_same_bits(apply(variables, IMAGES), apply(served, IMAGES))
+    own = {"params": served["params"], "observed": jax.tree.map(jnp.array, served["observed"])}
+    own["observed"]["layers_2"] = {"input_scale": jaxquant.QParams(jnp.float32(1e-3), jnp.int32(7), jnp.uint8)}
+    assert np.any(apply(own, IMAGES) != apply(served, IMAGES))
 
 
 class Plain(nn.Module):

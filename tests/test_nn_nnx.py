@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxquant
+from jaxquant import observers
 from jaxquant.nn import Rules, Spec, UnmatchedRules, as_dot_general, as_einsum
 
 nnx = pytest.importorskip("flax.nnx")
@@ -91,6 +92,21 @@ def test_calibration_is_of_the_inputs_that_arrive():
     unsuited = float(layer.input_scale[...])
     qnn.calibrate(layer, 1000 * jax.random.uniform(jax.random.key(0), (32, 16)))
     assert 8 < float(layer.input_scale[...]) - unsuited < 11  # exponents of 2
+
+
+def test_observers_gather_what_arrives_at_layers():
+    model = qnn.quantize(Model(nnx.Rngs(0)), Spec(x_observer=observers.MinMax(qtype=jnp.uint8, symmetric=False)))
+    for batch in (IMAGES[:2], IMAGES[2:]):
+        qnn.calibrate(model, batch)
+    first = model.layers[0].input_scale.get_value()
+    assert (first["low"], first["high"]) == (0, IMAGES.max())
+    assert not hasattr(model.table, "input_scale")
+    served = qnn.convert(model)
+    constant = served.layers[0].input_scale.get_value()
+    np.testing.assert_array_equal(constant.scale, np.float32(IMAGES.max()) / np.float32(255))
+    assert_same_bits(call(model, IMAGES), call(served, IMAGES))
+    qnn.calibrate(served, 2 * IMAGES)
+    np.testing.assert_array_equal(served.layers[0].input_scale.get_value().scale, constant.scale)
 
 
 def test_layers_take_dot_general_and_einsum():

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant.nn import Rules, Spec, UnmatchedRules, as_dot_general, as_einsum, products
+from jaxquant import observers
+from jaxquant.nn import Rules, Spec, UnmatchedRules, as_dot_general, as_einsum, layers, products
+from jaxquant.nn.scales import Scales, exponent_of, observed, rounded, scale_of
 
 SPECS = {
     "W8A8": Spec(),
@@ -71,23 +73,23 @@ def test_a_convolution_is_that_of_the_integers(strides, dilation, groups, paddin
         dimension_numbers=("NHWC", "HWIO", "NHWC"), preferred_element_type=jnp.int32,
     )  # fmt: skip
     expected = np.asarray(exact).astype(np.float32) * b_scale * a_scale + bias
-    y = products.convolve(jnp.array(x), jnp.array(w), bias, Spec(), padding=padding, groups=groups, **pair)
+    y = layers.convolve(jnp.array(x), jnp.array(w), bias, Spec(), padding=padding, groups=groups, **pair)
     np.testing.assert_array_equal(y, expected)
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_training_and_inference_have_the_same_bits(name):
     spec, x, w, bias = SPECS[name], uniform(0, (6, 32)), uniform(1, (32, 8)), uniform(2, (8,))
-    scales = products.dense_scales(jnp.array(w), jnp.array(x), spec)
-    served = products.dense_kernel(jnp.array(w), spec, scales)
+    scales = layers.dense_scales(jnp.array(w), jnp.array(x), spec)
+    served = layers.dense_kernel(jnp.array(w), spec, scales)
     assert isinstance(served, jaxquant.QArray) and served.qtype == jnp.dtype(spec.w_qtype)
 
     @jax.jit
     def call(kernel, scales):
-        return products.dense(jnp.array(x), kernel, bias, spec, scales)
+        return layers.dense(jnp.array(x), kernel, bias, spec, scales)
 
     trained, integers = call(w, scales), call(served, scales._replace(kernel=None))
-    constant = jax.jit(lambda: products.dense(jnp.array(x), served, bias, spec, scales))()
+    constant = jax.jit(lambda: layers.dense(jnp.array(x), served, bias, spec, scales))()
     np.testing.assert_array_equal(trained, integers)
     np.testing.assert_array_equal(trained, constant)
 
@@ -95,17 +97,17 @@ def test_training_and_inference_have_the_same_bits(name):
 @pytest.mark.parametrize("name", SPECS)
 def test_gradients_are_those_of_the_rounded_operands(name):
     spec, x, w = SPECS[name], jnp.array(uniform(0, (6, 32))), jnp.array(uniform(1, (32, 8)))
-    scales, upstream = products.dense_scales(w, x, spec), jnp.array(uniform(2, (6, 8)))
+    scales, upstream = layers.dense_scales(w, x, spec), jnp.array(uniform(2, (6, 8)))
     of_x, of_w = products.Dot((((1,), (0,)), ((), ()))).hows(x, w, spec)
 
-    def rounded(x, w, scales):
-        x_hat = x if of_x is None else products.rounded(x, of_x, scales.input)
-        return (upstream * jnp.dot(x_hat, products.rounded(w, of_w, scales.kernel), precision="highest")).sum()
+    def of_rounded(x, w, scales):
+        x_hat = x if of_x is None else rounded(x, of_x, scales.input)
+        return (upstream * jnp.dot(x_hat, rounded(w, of_w, scales.kernel), precision="highest")).sum()
 
     def product(x, w, scales):
-        return (upstream * products.dense(x, w, None, spec, scales)).sum()
+        return (upstream * layers.dense(x, w, None, spec, scales)).sum()
 
-    expected, got = (jax.jit(jax.grad(f, (0, 1, 2)))(x, w, scales) for f in (rounded, product))
+    expected, got = (jax.jit(jax.grad(f, (0, 1, 2)))(x, w, scales) for f in (of_rounded, product))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, expected)
 
 
@@ -132,25 +134,62 @@ def test_vmap_scan_and_dtypes(spec):
     assert np.abs(jax.jit(gradient)(w)).max() > 0
 
 
+OBSERVERS = {
+    "asymmetric": observers.MinMax(qtype=jnp.uint8, symmetric=False),
+    "symmetric": observers.AbsMax(),
+    "histogram": observers.Histogram(bins=64, search="percentile", percentile=100),
+}
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_observed_scales(name):
+    """Constants, of all batches seen, in training and inference alike; what lies beyond saturates."""
+    observer, w, x = OBSERVERS[name], uniform(1, (24, 7)), 2 * uniform(3, (5, 24))
+    spec = Spec(w_qtype=jnp.int4, x_observer=observer)
+    assert (spec.x_qtype, spec.symmetric) == (observer.qtype.name, observer.symmetric)
+    batches = [uniform(0, (2, 6, 24)), 0.5 + 0.5 * uniform(2, (4, 24))]
+    state = layers.begin(layers.DENSE, spec, w, None, 24).input
+    for batch in batches:
+        state = observed(observer, state, jnp.array(batch))
+    low, high = min(b.min() for b in batches), max(b.max() for b in batches)
+    ends = np.array([[low, high] if observer.qtype == jnp.uint8 else [-max(-low, high), max(-low, high)]], np.float32)
+    _, a_scale, a_zero = codes_of(ends, 1, *limits(spec.x_qtype), spec.symmetric)
+    lowest = -127 if spec.symmetric else 0
+    a = np.clip(np.round(x / a_scale) + a_zero, lowest, lowest + (254 if spec.symmetric else 255))
+    b, b_scale, _ = codes_of(w, 0, *limits(jnp.int4), True)
+    expected = ((a - a_zero) @ b).astype(np.float32) * b_scale * a_scale
+    served, left = layers.converted(layers.DENSE, spec, jnp.array(w), Scales(None, state), 2)
+    dense = jax.jit(layers.dense, static_argnums=3)
+    for kernel, scales in ((w, Scales(None, state)), (w, left), (served, left)):
+        np.testing.assert_array_equal(dense(jnp.array(x), kernel, None, spec, scales), expected)
+    dx, dw, dstate = jax.grad(lambda *a: dense(a[0], a[1], None, spec, Scales(None, a[2])).sum(), (0, 1, 2))(
+        jnp.array(x), jnp.array(w), state
+    )
+    inside = np.abs(np.round(x / a_scale) + a_zero - a) == 0
+    np.testing.assert_allclose(dx, np.where(inside, (b * b_scale).sum(1), 0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dw, np.repeat(((a - a_zero) * a_scale).sum(0)[:, None], 7, 1), rtol=1e-5, atol=1e-4)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(dstate))
+
+
 def test_an_embedding_takes_rows_of_the_codes():
     table, ids = jnp.array(uniform(0, (11, 6))), jnp.array([[0, 10], [3, 3]])
     for spec in (Spec(), Spec(w_qtype=jnp.int4, learned=True), Spec(w_granularity=jaxquant.PerGroup(3))):
-        scales = products.embed_scales(table, None, spec)
-        served = products.embed_kernel(table, spec, scales)
-        np.testing.assert_array_equal(products.embed(ids, served, spec), served.dequantize()[ids])
-        np.testing.assert_array_equal(products.embed(ids, table, spec, scales), served.dequantize()[ids])
+        scales = layers.embed_scales(table, None, spec)
+        served = layers.embed_kernel(table, spec, scales)
+        np.testing.assert_array_equal(layers.embed(ids, served, spec), served.dequantize()[ids])
+        np.testing.assert_array_equal(layers.embed(ids, table, spec, scales), served.dequantize()[ids])
     query = jnp.array(uniform(1, (2, 6)))
-    logits = products.attend(query, products.embed_kernel(table, Spec()), Spec())
-    np.testing.assert_array_equal(products.attend(query, table, Spec()), logits)
+    logits = layers.attend(query, layers.embed_kernel(table, Spec()), Spec())
+    np.testing.assert_array_equal(layers.attend(query, table, Spec()), logits)
 
 
 def test_scales_of_exponents():
     exponents = np.concatenate([np.linspace(-50, 50, 1001), [-1e9, 1e9]]).astype(np.float32)
     whole = np.floor(np.clip(exponents, -60, 60).astype(np.float64))
     expected = 2**whole * (1 + (np.clip(exponents, -60, 60) - whole))
-    np.testing.assert_allclose(products.scale_of(exponents), expected, rtol=1e-7)
+    np.testing.assert_allclose(scale_of(exponents), expected, rtol=1e-7)
     scales = np.array([1e-9, 0.003, 0.5, 1, 1.5, 700], np.float32)
-    np.testing.assert_allclose(products.scale_of(products.exponent_of(scales)), scales, rtol=2e-6)
+    np.testing.assert_allclose(scale_of(exponent_of(scales)), scales, rtol=2e-6)
 
 
 def test_rules():
@@ -177,6 +216,10 @@ def test_rules():
         (lambda: Spec(w_qtype=jnp.int16), TypeError, "at most 8 bits"),
         (lambda: Spec(learned=True, symmetric=False), ValueError, "learned"),
         (lambda: Spec(w_granularity="channel"), TypeError, "granularity"),
+        (lambda: Spec(x_observer="minmax"), TypeError, "x_observer"),
+        (lambda: Spec(x_observer=observers.AbsMax(jaxquant.PerToken())), ValueError, "x_observer"),
+        (lambda: Spec(x_observer=observers.AbsMax(), learned=True), ValueError, "x_observer"),
+        (lambda: as_einsum(Spec(x_observer=observers.AbsMax())), ValueError, "observed"),
         (lambda: Rules([("*", 8)]), TypeError, "pairs"),
         (lambda: Rules(Spec(), unmatched="print"), ValueError, "unmatched"),
         (lambda: as_dot_general(Spec(learned=True)), ValueError, "chosen"),
@@ -205,10 +248,17 @@ def test_a_missing_framework_is_named(adapter, package, monkeypatch):
         jaxquant.nn.torch  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["Rules", "Spec", "as_dot_general", "as_einsum"])
-def test_the_example_of_a_docstring(name):
-    function = getattr(jaxquant.nn, name)
-    names = {"jnp": jnp, **{each: getattr(jaxquant.nn, each) for each in jaxquant.nn.__all__}}
-    (example,) = doctest.DocTestFinder(recurse=False).find(function, name, globs=names)
+@pytest.mark.parametrize(
+    "path",
+    ["Rules", "Spec", "as_dot_general", "as_einsum", "linen.QuantDense", "nnx.Observed", "equinox.QuantLinear"],
+)
+def test_the_example_of_a_docstring(path):
+    module, _, name = path.rpartition(".")
+    if module:
+        pytest.importorskip(module if module == "equinox" else "flax")
+    names = vars(getattr(jaxquant.nn, module) if module else jaxquant.nn)
+    (example,) = doctest.DocTestFinder(recurse=False).find(
+        names[name], name, globs={"jax": jax, "jnp": jnp, "observers": observers, **names}
+    )
     assert example.examples
     assert doctest.DocTestRunner().run(example).failed == 0

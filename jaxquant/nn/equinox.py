@@ -18,60 +18,70 @@ except ImportError as error:
 
 from jaxquant._core.errors import refuse
 from jaxquant.affine.qarray import QArray
-from jaxquant.nn import products
-from jaxquant.nn.products import Scales
-from jaxquant.nn.rules import Rules, Spec
+from jaxquant.nn import layers
+from jaxquant.nn.rules import Rules, Spec, path_of
+from jaxquant.nn.scales import Scales, observed
 
 __all__ = ["QuantConv", "QuantEmbedding", "QuantLinear", "convert", "quantize"]
 
 
 class _Quantised(eqx.Module):
-    """A layer, its spec and its learned scales.
+    """A layer, its spec and the scales that it holds.
 
     Args:
       layer: the ordinary layer: its weight is trained, and a `QArray` once converted.
       spec: how it is quantised.
-      x: typical inputs in a batch, for learned scales to begin with; None: inputs like a standard normal variable.
+      x: a batch of typical inputs, for learned scales to begin with (None: like a standard normal variable).
     """
 
     layer: Any
     scales: Scales
     spec: Spec = eqx.field(static=True)
 
-    _core: ClassVar[tuple[Any, Any]] = (products.dense_scales, products.dense_kernel)
+    _kind: ClassVar[layers.Kind] = layers.DENSE
 
     def __init__(self, layer: Any, spec: Spec = Spec(), x: Any = None):  # noqa: B008
-        self.layer, self.spec, self.scales = layer, spec, Scales()
-        if spec.learned:
-            if x is None and not isinstance(layer, eqx.nn.Embedding):
-                shape = (layer.weight.shape[1] * getattr(layer, "groups", 1), *(1,) * (layer.weight.ndim - 2))
-                x = jax.random.normal(jax.random.key(0), (1024, *shape))
-            self.scales = self._core[0](self._kernel(), None if x is None else jnp.moveaxis(x, 1, -1), spec)
+        self.layer, self.spec = layer, spec
+        features = getattr(layer, "groups", 1) * layer.weight.shape[1]
+        x = None if x is None else jnp.moveaxis(x, 1, -1)
+        self.scales = layers.begin(self._kind, spec, self._arrange(layer.weight), x, features)
 
-    def _kernel(self) -> Any:
+    def _arrange(self, weight: Any) -> Any:
         """[*window, in, out], as products read it; a `QArray` is stored like this."""
-        weight = self.layer.weight
         return weight if isinstance(weight, QArray) else jnp.moveaxis(weight, (0, 1), (-1, -2))
+
+    def observe(self, x: jax.Array) -> Any:
+        """The layer after its observer has seen another batch of inputs."""
+        scales = self.scales._replace(input=observed(self.spec.x_observer, self.scales.input, x))
+        return eqx.tree_at(lambda layer: layer.scales, self, scales, is_leaf=_is_a(Scales))
 
 
 class QuantLinear(_Quantised):
     """`equinox.nn.Linear` with a `Spec`: the value is the integer product's, the gradient straight through.
 
-    Learned scales are the leaves of ``scales``, exponents of 2.
+    Learned scales are the leaves of ``scales``, exponents of 2. With ``Spec(x_observer=...)``, ``scales.input`` is the
+    observer's state, and from `convert` on a `QParams`; one of your own may be put there.
+
+    >>> spec = Spec(x_observer=observers.MinMax(qtype=jnp.uint8, symmetric=False))
+    >>> layer = QuantLinear(eqx.nn.Linear(2, 2, key=jax.random.key(0)), spec)
+    >>> for batch in jnp.array([[[0.0, 1.0]], [[0.5, 2.55]]]):
+    ...     layer = layer.observe(batch)
+    >>> convert(layer).scales.input.scale
+    Array(0.01, dtype=float32)
     """
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         del key
         scalar_in, scalar_out = (size == "scalar" for size in (self.layer.in_features, self.layer.out_features))
         x = jnp.reshape(x, (1,)) if scalar_in else x
-        y = products.dense(x, self._kernel(), self.layer.bias, self.spec, self.scales)
+        y = layers.dense(x, self._arrange(self.layer.weight), self.layer.bias, self.spec, self.scales)
         return y[0] if scalar_out else y
 
 
 class QuantConv(_Quantised):
     """`equinox.nn.Conv` with a `Spec`; padding by zeros."""
 
-    _core: ClassVar[tuple[Any, Any]] = (products.conv_scales, products.conv_kernel)
+    _kind: ClassVar[layers.Kind] = layers.CONV
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         del key
@@ -79,8 +89,8 @@ class QuantConv(_Quantised):
         if layer.padding_mode != "ZEROS":
             raise refuse("QuantConv", "padding_mode", '"ZEROS"', layer.padding_mode, "pad the input, and take 0")
         bias = None if layer.bias is None else layer.bias.reshape(-1)
-        y = products.convolve(
-            jnp.moveaxis(x, 0, -1), self._kernel(), bias, self.spec, self.scales, strides=layer.stride,
+        y = layers.convolve(
+            jnp.moveaxis(x, 0, -1), self._arrange(layer.weight), bias, self.spec, self.scales, strides=layer.stride,
             padding=layer.padding, dilation=layer.dilation, groups=layer.groups,
         )  # fmt: skip
         return jnp.moveaxis(y, -1, 0)
@@ -89,14 +99,14 @@ class QuantConv(_Quantised):
 class QuantEmbedding(_Quantised):
     """`equinox.nn.Embedding` with a `Spec`, of which weights alone count; a scale for each row."""
 
-    _core: ClassVar[tuple[Any, Any]] = (products.embed_scales, products.embed_kernel)
+    _kind: ClassVar[layers.Kind] = layers.EMBED
 
-    def _kernel(self) -> Any:
-        return self.layer.weight
+    def _arrange(self, weight: Any) -> Any:
+        return weight
 
     def __call__(self, x: Any, *, key: Any = None) -> jax.Array:
         del key
-        return products.embed(x, self.layer.weight, self.spec, self.scales)
+        return layers.embed(x, self.layer.weight, self.spec, self.scales)
 
 
 _LAYERS = {eqx.nn.Linear: QuantLinear, eqx.nn.Embedding: QuantEmbedding}
@@ -111,20 +121,14 @@ def quantize(model: Any, rules: Any) -> Any:
       rules: a `Rules`, or what makes one, over the paths of weights, as ``layers/0/weight``. Those that decide on
         nothing are reported.
     """
-    rules, paths = Rules(rules), []
+    with Rules(rules).applied() as find:
 
-    def replaced(path: Any, layer: Any) -> Any:
-        kind = _LAYERS.get(type(layer))
-        if kind is None:
-            return layer
-        paths.append("/".join((*(_step(key) for key in path), "weight")))
-        spec = rules.find(paths[-1])
-        return layer if spec is None else kind(layer, spec)
+        def replaced(path: Any, layer: Any) -> Any:
+            kind = _LAYERS.get(type(layer))
+            spec = None if kind is None else find(path_of(path, "weight"))
+            return layer if kind is None or spec is None else kind(layer, spec)
 
-    known = (*_LAYERS, _Quantised)
-    model = jax.tree_util.tree_map_with_path(replaced, model, is_leaf=lambda node: isinstance(node, known))
-    rules.check(paths)
-    return model
+        return jax.tree_util.tree_map_with_path(replaced, model, is_leaf=_is_a(*_LAYERS, _Quantised))
 
 
 def convert(model: Any) -> Any:
@@ -134,18 +138,13 @@ def convert(model: Any) -> Any:
     """
 
     def converted(layer: Any) -> Any:
-        if not isinstance(layer, _Quantised) or isinstance(layer.layer.weight, QArray):
+        if not isinstance(layer, _Quantised) or isinstance(weight := layer.layer.weight, QArray):
             return layer
-        codes = eqx.filter_jit(lambda layer: layer._core[1](layer._kernel(), layer.spec, layer.scales))(layer)
-        layer = eqx.tree_at(lambda layer: layer.layer.weight, layer, codes)
-        return eqx.tree_at(lambda layer: layer.scales, layer, layer.scales._replace(kernel=None), is_leaf=_is_scales)
+        new = layers.converted(layer._kind, layer.spec, weight, layer.scales, weight.ndim, layer._arrange)
+        return eqx.tree_at(lambda layer: (layer.layer.weight, layer.scales), layer, new, is_leaf=_is_a(Scales))
 
-    return jax.tree.map(converted, model, is_leaf=lambda node: isinstance(node, _Quantised))
-
-
-def _is_scales(node: Any) -> bool:
-    return isinstance(node, Scales)
+    return jax.tree.map(converted, model, is_leaf=_is_a(_Quantised))
 
 
-def _step(key: Any) -> str:
-    return str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", key))))
+def _is_a(*kinds: Any) -> Any:
+    return lambda node: isinstance(node, kinds)

@@ -9,6 +9,11 @@ under jit, since what is compiled stays as it was traced:
 
     with quantized(Rules([("*", Spec())])):
         model.apply(variables, x)
+
+With ``Spec(x_observer=...)`` the collection "observed" holds ``input_scale`` of each layer: the observer's state, which
+gathers wherever the collection is mutable, and from `convert` on a `QParams`. One of your own will do:
+
+    variables["observed"] = {"layers_0": {"input_scale": observer.qparams(state)}}
 """
 
 from __future__ import annotations
@@ -18,18 +23,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 try:
     import flax.linen as nn
+    from flax.core import unfreeze
 except ImportError as error:
     raise ImportError("jaxquant.nn.linen needs Flax: pip install flax") from error
 
-from jaxquant._core.errors import refuse
-from jaxquant.affine.qarray import QArray
-from jaxquant.nn import products
-from jaxquant.nn.products import Scales
+from jaxquant.nn import layers
+from jaxquant.nn import linen_calls as calls
 from jaxquant.nn.rules import Rules, Spec
+from jaxquant.nn.scales import Scales
 
 __all__ = ["QuantConv", "QuantDense", "QuantEmbed", "convert", "quantized"]
 
@@ -38,14 +42,23 @@ class QuantDense(nn.Dense):
     """`flax.linen.Dense` with a `Spec`: the value is the integer product's, the gradient straight through.
 
     Learned scales are the parameters ``kernel_scale`` and ``input_scale``, exponents of 2. They begin at those that
-    suit the kernel and the inputs of ``init``.
+    suit the kernel and the inputs of ``init``. An observed one is in the collection "observed":
+
+    >>> spec = Spec(x_observer=observers.MinMax(qtype=jnp.uint8, symmetric=False))
+    >>> layer, x = QuantDense(2, spec=spec), jnp.array([[0.0, 2.55]])
+    >>> variables = layer.init(jax.random.key(0), x)
+    >>> for batch in (x / 2, x):
+    ...     _, seen = layer.apply(variables, batch, mutable="observed")
+    ...     variables = {**variables, **seen}
+    >>> convert(layer, variables, x)["observed"]["input_scale"].scale
+    Array(0.01, dtype=float32)
     """
 
     spec: Spec = Spec()
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        return _dense(self, self.spec, inputs)
+        return calls.dense(self, self.spec, inputs)
 
 
 class QuantConv(nn.Conv):
@@ -55,7 +68,7 @@ class QuantConv(nn.Conv):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        return _conv(self, self.spec, inputs)
+        return calls.convolve(self, self.spec, inputs)
 
 
 class QuantEmbed(nn.Embed):
@@ -64,14 +77,14 @@ class QuantEmbed(nn.Embed):
     spec: Spec = Spec()
 
     def setup(self) -> None:
-        _set_up_embed(self, self.spec)
+        calls.set_up_embed(self, self.spec)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        return _embed(self, self.spec, inputs)
+        return calls.embed(self, self.spec, inputs)
 
     def attend(self, query: jax.Array) -> jax.Array:
         """``query @ embedding.T``, with the same codes."""
-        return _attend(self, self.spec, query)
+        return calls.attend(self, self.spec, query)
 
 
 @contextlib.contextmanager
@@ -81,23 +94,16 @@ def quantized(rules: Any) -> Iterator[None]:
     Args:
       rules: a `Rules`, or what makes one. Rules that decided on nothing by the end are reported.
     """
-    rules, seen = Rules(rules), []
+    with Rules(rules).applied() as find:
 
-    def intercept(function: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        name, calls = _CALLS.get(type(context.module), ("", {}))
-        if context.method_name in calls:
-            seen.append(_path(context.module, name))
-            spec = rules.find(seen[-1])
-            if spec is not None:
-                return calls[context.method_name](context.module, spec, *args, **kwargs)
-        return function(*args, **kwargs)
+        def intercept(function: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            kind, methods = calls.CALLS.get(type(context.module), (None, {}))
+            if context.method_name in methods and (spec := find(calls.path(context.module, kind))) is not None:
+                return methods[context.method_name](context.module, spec, *args, **kwargs)
+            return function(*args, **kwargs)
 
-    with nn.intercept_methods(intercept):
-        yield
-    rules.check(dict.fromkeys(seen))
-
-
-_recorders: list[dict[str, Any]] = []
+        with nn.intercept_methods(intercept):
+            yield
 
 
 def convert(model: nn.Module, variables: Any, *args: Any, rules: Any = None, **kwargs: Any) -> Any:
@@ -110,114 +116,16 @@ def convert(model: nn.Module, variables: Any, *args: Any, rules: Any = None, **k
       args, kwargs: as for ``model.apply``; only shapes and dtypes count.
       rules: those of `quantized`, for a model of ordinary layers, which is then applied in it too.
     """
-    found: dict[str, Any] = {}
-    _recorders.append(found)
-    try:
-        with contextlib.nullcontext() if rules is None else quantized(rules):
-            jax.eval_shape(lambda v, a: model.apply(v, *a, **kwargs), variables, args)
-    finally:
-        _recorders.pop()
-    params = jax.tree.map(lambda leaf: leaf, variables["params"], is_leaf=lambda leaf: isinstance(leaf, QArray))
-    for path, (make, spec, dtype, rank) in found.items():
+    with calls.recorded() as found, contextlib.nullcontext() if rules is None else quantized(rules):
+        jax.eval_shape(lambda v, a: model.apply(v, *a, **kwargs), variables, args)
+    served = unfreeze(variables)
+    for path, (kind, spec, kernel) in found.items():
         *names, name = path.split("/")
-        layer = params
+        params, seen = served["params"], served.get("observed", {})
         for step in names:
-            layer = layer[step]
-        kernel, scale = layer[name], layer.pop("kernel_scale", None)
-
-        def codes(kernel: Any, scale: Any, make: Any = make, spec: Any = spec, dtype: Any = dtype) -> QArray:
-            return make(kernel.astype(dtype), spec, Scales(scale))
-
-        for _ in range(kernel.ndim - rank):  # stacked by nn.scan or nn.vmap
-            codes = jax.vmap(codes)
-        layer[name] = jax.jit(codes)(kernel, scale)
-    return {**variables, "params": params}
-
-
-# -------------------------------------------------------------------------------------------------------------- layers
-
-
-def _dense(module: Any, spec: Spec, inputs: jax.Array) -> jax.Array:
-    shape = (inputs.shape[-1], module.features)
-    inputs, kernel, bias = _operands(module, inputs, shape)
-    scales = _scales(module, spec, products.dense_scales, kernel, inputs)
-    _record(module, "kernel", kernel, products.dense_kernel, spec)
-    return products.dense(inputs, kernel, bias, spec, scales)
-
-
-def _conv(module: Any, spec: Spec, inputs: jax.Array) -> jax.Array:
-    if module.mask is not None or module.input_dilation not in (None, 1):
-        raise refuse("QuantConv", "mask, input_dilation", "neither", "one of them", "use flax.linen.Conv there")
-    window = (module.kernel_size,) if isinstance(module.kernel_size, int) else tuple(module.kernel_size)
-    groups = module.feature_group_count
-    inputs, kernel, bias = _operands(module, inputs, (*window, inputs.shape[-1] // groups, module.features))
-    scales = _scales(module, spec, products.conv_scales, kernel, inputs)
-    _record(module, "kernel", kernel, products.conv_kernel, spec)
-    return products.convolve(
-        inputs, kernel, bias, spec, scales, strides=module.strides, padding=module.padding,
-        dilation=module.kernel_dilation, groups=groups,
-    )  # fmt: skip
-
-
-def _set_up_embed(module: Any, spec: Spec) -> None:
-    shape = (module.num_embeddings, module.features)
-    table = _parameter(module, "embedding", module.embedding_init, shape, module.param_dtype)
-    if not isinstance(table, QArray):
-        table = table.astype(module.dtype or table.dtype)
-    scales = _scales(module, spec, products.embed_scales, table, None)
-    _record(module, "embedding", table, products.embed_kernel, spec)
-    module.embedding, module.kernel_scale = table, scales.kernel
-
-
-def _embed(module: Any, spec: Spec, inputs: jax.Array) -> jax.Array:
-    return products.embed(inputs, module.embedding, spec, Scales(module.kernel_scale), module.dtype)
-
-
-def _attend(module: Any, spec: Spec, query: jax.Array) -> jax.Array:
-    return products.attend(query, module.embedding, spec, Scales(module.kernel_scale))
-
-
-_CALLS: dict[Any, tuple[str, dict[str, Any]]] = {
-    nn.Dense: ("kernel", {"__call__": _dense}),
-    nn.Conv: ("kernel", {"__call__": _conv}),
-    nn.Embed: ("embedding", {"setup": _set_up_embed, "__call__": _embed, "attend": _attend}),
-}
-
-
-def _parameter(module: Any, name: str, *init: Any) -> Any:
-    # A QArray has other shapes than the initialiser's, which param() would refuse.
-    if module.has_variable("params", name) and isinstance(found := module.get_variable("params", name), QArray):
-        return found
-    return module.param(name, *init)
-
-
-def _operands(module: Any, inputs: jax.Array, shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
-    kernel = _parameter(module, "kernel", module.kernel_init, shape, module.param_dtype)
-    bias = module.param("bias", module.bias_init, shape[-1:], module.param_dtype) if module.use_bias else None
-    if not isinstance(kernel, QArray):
-        return module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
-    dtype = module.dtype or jnp.promote_types(inputs.dtype, module.param_dtype)
-    inputs, bias = module.promote_dtype(inputs, bias, dtype=dtype)
-    return inputs, kernel, bias
-
-
-def _scales(module: Any, spec: Spec, make: Any, kernel: Any, inputs: Any) -> Scales:
-    if not spec.learned:
-        return Scales()
-
-    def learned(name: str) -> Any:
-        if module.has_variable("params", f"{name}_scale"):  # param() would trace the initialiser each time
-            return module.get_variable("params", f"{name}_scale")
-        return module.param(f"{name}_scale", lambda _: getattr(make(kernel, inputs, spec), name))
-
-    of_kernel = None if isinstance(kernel, QArray) else learned("kernel")
-    return Scales(of_kernel, None if inputs is None or spec.x_qtype is None else learned("input"))
-
-
-def _path(module: Any, name: str) -> str:
-    return "/".join((*module.path, name))
-
-
-def _record(module: Any, name: str, kernel: Any, make: Any, spec: Spec) -> None:
-    if _recorders and not isinstance(kernel, QArray):
-        _recorders[-1][_path(module, name)] = (make, spec, kernel.dtype, kernel.ndim)
+            params, seen = params[step], seen.get(step, {})
+        scales = Scales(params.pop("kernel_scale", None), seen.get("input_scale"))
+        params[name], scales = layers.converted(kind, spec, params[name].astype(kernel.dtype), scales, kernel.ndim)
+        if scales.input is not None:
+            seen["input_scale"] = scales.input
+    return served

@@ -1,19 +1,16 @@
-"""Quantised products for layers: the value is that of the integers in training and in inference, to the bit.
+"""Quantised products: the value is that of the integers in training and in inference, to the bit.
 
-dense()           ->  qat_dense where it applies, else as below
-as_dot_general()  ->  quantised(), integer products; derivatives of the float product of the rounded operands
-convolve()        ->  the same, with integer products of patches
-embed()           ->  fake_quantize of the rows
+as_dot_general()  ->  dot()      qat_dense where it applies, else as below
+                  ->  product()  quantised(), integer products; derivatives of the float product of rounded() operands
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +18,13 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxquant._core import compat
 from jaxquant._core.errors import refuse
-from jaxquant.affine import choose, contraction, einsums, products, qtypes
-from jaxquant.affine import granularity as granularities
-from jaxquant.affine.dynamic import dynamic_fake_quantize, dynamic_quantize
-from jaxquant.affine.fake_quantize import fake_quantize
+from jaxquant.affine import choose, contraction, einsums, products
 from jaxquant.affine.granularity import PerAxis, PerTensor, PerToken
-from jaxquant.affine.learned_step import lsq_gradient_scale
 from jaxquant.affine.qarray import QArray
 from jaxquant.affine.qat_dense import qat_dense
 from jaxquant.affine.qparams import QParams
-from jaxquant.affine.quantize import quantize
 from jaxquant.nn.rules import Spec
+from jaxquant.nn.scales import How, Scales, parameters, quantised, rounded
 
 Axes = tuple[int, ...]
 
@@ -62,7 +55,7 @@ def as_dot_general(spec: Spec = Spec()) -> Callable[..., jax.Array]:  # noqa: B0
         out_sharding: Any = None,
     ) -> jax.Array:  # fmt: skip
         del precision
-        y = _dot(lhs, rhs, dimension_numbers, spec, dtype=preferred_element_type)
+        y = dot(lhs, rhs, dimension_numbers, spec, dtype=preferred_element_type)
         return y if out_sharding is None else jax.lax.with_sharding_constraint(y, out_sharding)
 
     return dot_general
@@ -85,7 +78,7 @@ def as_einsum(spec: Spec = Spec()) -> Callable[..., jax.Array]:  # noqa: B008
     ) -> jax.Array:  # fmt: skip
         del precision
         numbers, order = einsums.parse(subscripts, jnp.shape(x), jnp.shape(w))
-        y = _dot(x, w, numbers, spec, dtype=preferred_element_type).transpose(order)
+        y = dot(x, w, numbers, spec, dtype=preferred_element_type).transpose(order)
         return y if out_sharding is None else jax.lax.with_sharding_constraint(y, out_sharding)
 
     return einsum
@@ -94,80 +87,9 @@ def as_einsum(spec: Spec = Spec()) -> Callable[..., jax.Array]:  # noqa: B008
 def _check_chosen(name: str, spec: Spec) -> None:
     if not isinstance(spec, Spec):
         raise refuse(name, "spec", "a Spec", repr(spec), "see jaxquant.nn.Spec", TypeError)
-    if spec.learned:
+    if spec.learned or spec.x_observer is not None:
         remedy = "use a layer of jaxquant.nn, which has a place for them"
-        raise refuse(name, "spec", "scales that are chosen", "learned ones", remedy)
-
-
-# -------------------------------------------------------------------------------------------------------------- scales
-
-
-class Scales(NamedTuple):
-    """Learned scales of a layer, as exponents (`scale_of`). None: chosen at each call."""
-
-    kernel: Any = None
-    input: Any = None
-
-
-class How(NamedTuple):
-    """How one operand is quantised."""
-
-    qtype: Any
-    granularity: Any
-    symmetric: bool = True
-
-
-def scale_of(exponent: Any) -> jax.Array:
-    """The scale of an exponent: 2 to its power where it is whole, and linear between.
-
-    Steps of an optimiser change such a scale by a proportion, and it stays positive. In place of an exponential, since
-    this has the same bits wherever it is computed: in training, and when scales are made constants.
-    """
-    exponent = jnp.clip(jnp.asarray(exponent, jnp.float32), -60, 60)
-    whole = jnp.floor(exponent)
-    power = jax.lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
-    return power * (1 + (exponent - jax.lax.stop_gradient(whole)))
-
-
-def exponent_of(scale: Any) -> jax.Array:
-    """The inverse of `scale_of`."""
-    mantissa, power = jnp.frexp(jnp.asarray(scale, jnp.float32))
-    return 2 * mantissa - 2 + power
-
-
-def initial_scale(a: Any, how: How) -> jax.Array:
-    """The parameter to begin with: of the scale with the least squared error."""
-    signed = qtypes.lookup("initial_scale", how.qtype).qmin < 0
-    # Of an unsigned type the range of values that are not negative: its zero point is then 0.
-    values = a if signed else jnp.maximum(a, 0)
-    q = choose.choose_qparams(
-        values, how.granularity, qtype=how.qtype, symmetric=signed, narrow_range=False, method="mse"
-    )
-    return exponent_of(q.scale)
-
-
-def parameters(a: Any, how: How, exponent: Any) -> QParams:
-    """Those of a learned scale."""
-    scale = scale_of(exponent)
-    shared = max(math.prod(a.shape) // max(scale.size, 1), 1)
-    block = choose.whole_axes(granularities.resolve("nn", how.granularity, a.shape), a.shape)
-    scale = lsq_gradient_scale(scale.reshape(choose.scale_shape(a.shape, block)), shared, jnp.iinfo(how.qtype).max)
-    return QParams(scale, None, how.qtype, block_shape=block)
-
-
-def quantised(a: Any, how: How, exponent: Any = None) -> QArray:
-    """The codes of an operand: those of training and of inference."""
-    if exponent is None:
-        return dynamic_quantize(a, how.granularity, qtype=how.qtype, symmetric=how.symmetric)
-    q = parameters(a, how, exponent)
-    return QArray.from_codes(quantize(jax.lax.stop_gradient(a), q), jax.lax.stop_gradient(q.scale), qtype=how.qtype)
-
-
-def rounded(a: Any, how: How, exponent: Any = None) -> jax.Array:
-    """The values of those codes, straight through."""
-    if exponent is None:
-        return dynamic_fake_quantize(a, how.granularity, qtype=how.qtype, symmetric=how.symmetric)
-    return fake_quantize(a, parameters(a, how, exponent))
+        raise refuse(name, "spec", "scales that are chosen", "learned or observed ones", remedy)
 
 
 # ------------------------------------------------------------------------------------------------------------- products
@@ -260,7 +182,7 @@ class Conv:
         return jnp.stack(parts, axis=-2).reshape(x.shape[0], *out, *window, x.shape[-1])
 
 
-def _product(op: Dot | Conv, x: Any, w: Any, spec: Spec, scales: Scales, bias: Any, dtype: Any) -> jax.Array:
+def product(op: Dot | Conv, x: Any, w: Any, spec: Spec, scales: Scales, bias: Any, dtype: Any) -> jax.Array:
     of_x, of_w = op.hows(x, w, spec)
     if isinstance(w, QArray):
         x_q = x if of_x is None else quantised(x, of_x, scales.input)
@@ -293,7 +215,7 @@ def _integers_jvp(op: Dot | Conv, dtype: Any, primals: Any, tangents: Any) -> An
     return y, dot
 
 
-def _dot(
+def dot(
     x: Any, w: Any, numbers: Any, spec: Spec, scales: Scales = Scales(), bias: Any = None, dtype: Any = None  # noqa: B008
 ) -> jax.Array:  # fmt: skip
     x = jnp.asarray(x)
@@ -302,7 +224,7 @@ def _dot(
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     op = Dot(numbers)
     c = op.axes(x, w)
-    if not isinstance(w, QArray) and _fits_qat_dense(x, w, c, spec) and dtype == x.dtype:
+    if not isinstance(w, QArray) and _fits_qat_dense(x, w, c, spec, scales) and dtype == x.dtype:
         of_x, of_w = op.hows(x, w, spec)
         w_scale = x_scale = None  # which qat_dense chooses by column and by row
         if scales.kernel is not None:
@@ -310,119 +232,16 @@ def _dot(
         elif spec.w_granularity is not None:
             w_scale = choose.choose_qparams(w, spec.w_granularity, qtype=spec.w_qtype)
         if scales.input is not None and of_x is not None:
-            x_scale = parameters(x, of_x, scales.input)
-            x_scale = QParams(x_scale.scale.reshape(()), None, x_scale.qtype)
+            q = parameters(x, of_x, scales.input)
+            x_scale = QParams(q.scale.reshape(()), None, q.qtype, q.qmin, q.qmax)
         return qat_dense(x, w, bias, w_scale=w_scale, x_scale=x_scale, w_qtype=spec.w_qtype, x_qtype=spec.x_qtype)
-    return _product(op, x, w, spec, scales, bias, dtype)
+    return product(op, x, w, spec, scales, bias, dtype)
 
 
-def _fits_qat_dense(x: Any, w: Any, c: contraction.Contraction, spec: Spec) -> bool:
+def _fits_qat_dense(x: Any, w: Any, c: contraction.Contraction, spec: Spec, scales: Scales) -> bool:
     """Whether `qat_dense` computes it: the same value, with less kept for the backward."""
+    given = scales.input
+    if isinstance(given, QParams) and (given.zero_point is not None or jnp.dtype(given.qtype) != jnp.int8):
+        return False
     plain = c.x_contract == (x.ndim - 1,) and c.w_contract == (0,) and w.ndim == 2 and not c.x_batch
     return plain and spec.x_granularity in (None, PerToken()) and spec.symmetric and spec.x_qtype == "int8"
-
-
-# --------------------------------------------------------------------------------------------------------------- layers
-
-
-def dense_scales(kernel: Any, x: Any, spec: Spec) -> Scales:
-    """Scales to begin with for a kernel [k, n] and typical inputs [..., k]."""
-    return _initial(Dot((((x.ndim - 1,), (0,)), ((), ()))), x, kernel, spec)
-
-
-def dense(x: Any, kernel: Any, bias: Any, spec: Spec, scales: Scales = Scales()) -> jax.Array:  # noqa: B008
-    """``x @ kernel + bias``; x [..., k], kernel [k, n], an array or a QArray."""
-    return _dot(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), spec, scales, bias)
-
-
-def dense_kernel(kernel: Any, spec: Spec, scales: Scales = Scales()) -> QArray:  # noqa: B008
-    """The kernel as `dense` quantises it."""
-    return quantised(kernel, How(spec.w_qtype, spec.w_granularity or PerAxis(1)), scales.kernel)
-
-
-def _convolution(x: Any, window: tuple[int, ...], strides: Any, padding: Any, dilation: Any, groups: int) -> Any:
-    """x padded, and the convolution that is then left."""
-    d = len(window)
-    strides, dilation = (
-        (1 if v is None else v,) * d if v is None or isinstance(v, int) else tuple(v) for v in (strides, dilation)
-    )
-    if isinstance(padding, str) and padding not in ("SAME", "SAME_LOWER", "VALID"):
-        remedy = "pad the input with jnp.pad, and take VALID"
-        raise refuse("Conv", "padding", '"SAME", "VALID" or numbers', repr(padding), remedy)
-    if isinstance(padding, str):
-        reach = [(k - 1) * r + 1 for k, r in zip(window, dilation, strict=True)]
-        pads = jax.lax.padtype_to_pads(x.shape[1:-1], reach, strides, padding)
-    else:
-        pads = [padding] * d if isinstance(padding, int) else list(padding)
-        pads = [(p, p) if isinstance(p, int) else tuple(p) for p in pads]
-    # The quantised value of 0 is 0, and the range of a scale includes it: padding comes first.
-    return jnp.pad(x, ((0, 0), *pads, (0, 0))), Conv(strides, dilation, groups)
-
-
-def convolve(
-    x: Any, kernel: Any, bias: Any, spec: Spec, scales: Scales = Scales(), *, strides: Any = 1,  # noqa: B008
-    padding: Any = "SAME", dilation: Any = 1, groups: int = 1,
-) -> jax.Array:  # fmt: skip
-    """A convolution, channels last: x [..., *space, c], kernel [*window, c / groups, n], an array or a QArray."""
-    d = kernel.ndim - 2
-    lead = x.shape[: x.ndim - d - 1]
-    x, op = _convolution(x.reshape(-1, *x.shape[len(lead) :]), kernel.shape[:d], strides, padding, dilation, groups)
-    y = _product(op, x, kernel, spec, scales, bias, x.dtype)
-    return y.reshape(*lead, *y.shape[1:])
-
-
-def conv_scales(kernel: Any, x: Any, spec: Spec) -> Scales:
-    """Scales to begin with for a kernel and typical inputs, as for `convolve`."""
-    d = kernel.ndim - 2
-    return _initial(Conv((1,) * d, (1,) * d, 1), x.reshape(-1, *x.shape[x.ndim - d - 1 :]), kernel, spec)
-
-
-def conv_kernel(kernel: Any, spec: Spec, scales: Scales = Scales()) -> QArray:  # noqa: B008
-    """The kernel as `convolve` quantises it."""
-    return quantised(kernel, How(spec.w_qtype, spec.w_granularity or PerAxis(kernel.ndim - 1)), scales.kernel)
-
-
-def _initial(op: Dot | Conv, x: Any, w: Any, spec: Spec) -> Scales:
-    if not spec.learned:
-        return Scales()
-    of_x, of_w = op.hows(x, w, spec)
-    return Scales(initial_scale(w, of_w), None if of_x is None else initial_scale(x, of_x).reshape(()))
-
-
-def _table(spec: Spec) -> How:
-    return How(spec.w_qtype, spec.w_granularity or PerAxis(0))
-
-
-def embed_scales(table: Any, x: Any, spec: Spec) -> Scales:
-    """A scale to begin with for each row, whatever the inputs."""
-    del x
-    return Scales(initial_scale(table, _table(spec))) if spec.learned else Scales()
-
-
-def embed_kernel(table: Any, spec: Spec, scales: Scales = Scales()) -> QArray:  # noqa: B008
-    """The table as `embed` quantises it."""
-    return quantised(table, _table(spec), scales.kernel)
-
-
-def embed(ids: Any, table: Any, spec: Spec, scales: Scales = Scales(), dtype: Any = None) -> jax.Array:  # noqa: B008
-    """Rows of a table [n, features], an array or a QArray; activations have no part in it."""
-    if not isinstance(table, QArray):
-        if spec.w_granularity is None and not spec.learned:  # rows are quantised by themselves
-            return rounded(jnp.take(table, ids, axis=0), How(spec.w_qtype, PerToken()))
-        return jnp.take(rounded(table, _table(spec), scales.kernel), ids, axis=0)
-    dtype = table.scale.dtype if dtype is None else dtype
-    if table.scale.shape != (table.shape[0], 1):
-        return jnp.take(table.dequantize(dtype), ids, axis=0)
-    ids = jnp.asarray(ids)
-    flat = ids.reshape(-1)
-    static = jax.tree.structure(table)
-    rows = jax.tree.unflatten(static, [jnp.take(leaf, flat, axis=0) for leaf in jax.tree.leaves(table)])
-    return rows.dequantize(dtype).reshape(*ids.shape, table.shape[1])
-
-
-def attend(query: Any, table: Any, spec: Spec, scales: Scales = Scales()) -> jax.Array:  # noqa: B008
-    """``query @ table.T``, with the codes that `embed` takes rows of."""
-    numbers = (((query.ndim - 1,), (1,)), ((), ()))
-    if spec.learned:  # the layer has no input scale: it quantises no inputs elsewhere
-        spec = Spec(spec.w_qtype, None, spec.w_granularity, learned=True)
-    return _dot(query, table, numbers, spec, scales)

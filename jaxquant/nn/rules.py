@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxquant._core.errors import refuse
 from jaxquant.affine import choose, qtypes
-from jaxquant.affine.granularity import Granularity
+from jaxquant.affine.granularity import Granularity, PerTensor
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Spec:
       learned: scales are parameters that are trained (LSQ), one for all activations of a layer; else they are chosen
         from the values at each call. A learned scale takes the full range of its code type, and an unsigned type is
         for activations that are not negative: there is no learned zero point.
+      x_observer: of `jaxquant.observers`, with one scale for all activations of a layer. The layer holds its state,
+        which gathers while the model is calibrated; the scale is then constant. Type and symmetry of activations are
+        the observer's.
 
     >>> Spec(w_qtype=jnp.int4)
     Spec(w_qtype=int4, x_qtype=int8)
@@ -40,8 +44,11 @@ class Spec:
     x_granularity: Granularity | None = None
     symmetric: bool = True
     learned: bool = False
+    x_observer: Any = None
 
     def __post_init__(self) -> None:
+        if self.x_observer is not None:
+            self._follow(self.x_observer)
         for name in ("w_qtype", "x_qtype"):
             value = getattr(self, name)
             if value is not None or name == "w_qtype":
@@ -61,6 +68,15 @@ class Spec:
         if self.x_qtype is not None and not self.learned:
             choose.code_limits("Spec", self.x_qtype, self.symmetric, None)
 
+    def _follow(self, observer: Any) -> None:
+        if not all(hasattr(observer, name) for name in ("init", "update", "qparams")):
+            raise refuse("Spec", "x_observer", "an observer", repr(observer), "see jaxquant.observers", TypeError)
+        if observer.granularity != PerTensor() or self.x_granularity is not None or self.learned:
+            got = "another granularity, or learned=True beside it"
+            raise refuse("Spec", "x_observer", "one constant scale for the activations", got, "leave that out")
+        object.__setattr__(self, "x_qtype", observer.qtype)
+        object.__setattr__(self, "symmetric", observer.symmetric)
+
     def __repr__(self) -> str:
         parts = [f"w_qtype={self.w_qtype}", f"x_qtype={self.x_qtype}"]
         for name, default in (
@@ -68,6 +84,7 @@ class Spec:
             ("x_granularity", None),
             ("symmetric", True),
             ("learned", False),
+            ("x_observer", None),
         ):
             if getattr(self, name) != default:
                 parts.append(f"{name}={getattr(self, name)!r}")
@@ -120,6 +137,18 @@ class Rules:
         deciding = {next((i for i, rule in enumerate(self.rules) if _matches(path, rule[0])), None) for path in paths}
         return [pattern for i, (pattern, _) in enumerate(self.rules) if i not in deciding]
 
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[Callable[[str], Spec | None]]:
+        """`find`; in the end, rules that decided on none of the paths it was asked for are reported."""
+        asked: dict[str, None] = {}
+
+        def find(path: str) -> Spec | None:
+            asked[path] = None
+            return self.find(path)
+
+        yield find
+        self.check(asked)
+
     def check(self, paths: Iterable[str]) -> None:
         """Warns or raises if there are unmatched rules, naming them and what paths there are."""
         paths = list(paths)
@@ -131,6 +160,12 @@ class Rules:
         if self.on_unmatched == "raise":
             raise ValueError(message)
         warnings.warn(message, UnmatchedRules, stacklevel=3)
+
+
+def path_of(keys: Iterable[Any], parameter: str) -> str:
+    """The path of a layer's parameter, from the names, indices or pytree keys that lead to the layer."""
+    steps = (getattr(key, "name", getattr(key, "idx", getattr(key, "key", key))) for key in keys)
+    return "/".join((*map(str, steps), parameter))
 
 
 def _matches(path: str, pattern: str) -> bool:
