@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
+from meshes import collectives, mesh_of, put
 
 import jaxquant
 from jaxquant import observers
@@ -166,6 +168,56 @@ def test_stacked_layers_in_scan():
     assert_same_bits(jax.jit(Stack().apply)(variables, x), jax.jit(Stack().apply)(served, x))
     slope = jax.jit(jax.grad(lambda v: Stack().apply(v, x).sum()))(variables)
     assert np.abs(slope["params"]["stack"]["dense"]["kernel"]).max() > 0
+
+
+# All-reduces of the forward and of the converted model: the sum of integers, and before it, in one, the largest
+# magnitudes of what is quantised at each call and lies in parts: inputs, and kernels in training.
+SHARDED = [
+    (Spec(w_qtype=jnp.int4), 2, 2),
+    (Spec(w_qtype=jnp.int4, x_observer=observers.AbsMax()), 2, 1),
+]
+
+
+@pytest.mark.parametrize("spec, forward, served", SHARDED, ids=repr)
+def test_data_and_model_in_parallel(spec, forward, served):
+    """The bits of one device, forward and converted; every array stays where it lies."""
+    x, target = (jax.random.normal(jax.random.key(i), (8, n)) for i, n in enumerate((16, 8)))
+    model = nn.Sequential([linen.QuantDense(32, spec=spec), nn.relu, linen.QuantDense(8, spec=spec)])
+    variables = jax.jit(model.init)(jax.random.key(2), x)
+    if spec.x_observer is not None:
+        variables |= model.apply(variables, x, mutable="observed")[1]
+    mesh, apply = mesh_of((2, 2)), jax.jit(model.apply)
+    columns = {"kernel": P(None, "b"), "kernel_scale": P(None, "b"), "bias": P("b")}
+    places = {"layers_0": columns, "layers_2": {"kernel": P("b")}}
+
+    def place(path, leaf):
+        return put(mesh, places[path[1].key].get(path[2].key, P()), leaf)
+
+    placed = jax.tree_util.tree_map_with_path(place, variables)
+    given = placed, put(mesh, P("a"), x)
+    expected = apply(variables, x)
+    assert_same_bits(apply(*given), expected)
+    assert collectives(apply, *given) == {"all-reduce": forward}
+
+    @jax.jit
+    def step(variables, x, target):
+        def loss(params):
+            return ((model.apply({**variables, "params": params}, x) - target) ** 2).mean()
+
+        params = variables["params"]
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    target_parts = put(mesh, P("a"), target)
+    after = step(*given, target_parts)
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=1e-6), after, step(variables, x, target))
+    assert set(collectives(step, *given, target_parts)) == {"all-reduce"}
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, p: a.sharding == p.sharding, after, placed["params"])))
+
+    integers = linen.convert(model, placed, x)
+    jax.tree.map(np.testing.assert_array_equal, integers, linen.convert(model, variables, x))
+    assert integers["params"]["layers_0"]["kernel"].data.sharding.spec == P(None, "b")
+    assert_same_bits(apply(integers, given[1]), expected)
+    assert collectives(apply, integers, given[1]) == {"all-reduce": served}
 
 
 def test_converted_variables_in_a_checkpoint(tmp_path):
