@@ -155,26 +155,29 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+KINDS = [(AxisType.Auto, None), (AxisType.Explicit, None), (AxisType.Explicit, "xla")]
+
+
+@pytest.mark.parametrize("kind, implementation", KINDS, ids=["auto", "explicit", "explicit xla"])
 @pytest.mark.parametrize("place", PLACES)
-def test_sharding(place, kind):
+def test_sharding(place, kind, implementation):
     """One device's bits, but in sums over shards of floats; no collective but these sums and the largest magnitudes."""
     xs, ws, of_floats, of_integers, of_gradient, ys = PLACES[place]
-    mesh = mesh_of(MESH, kind)
+    mesh, product = mesh_of(MESH, kind), functools.partial(matmul, implementation=implementation)
     x, (w, _), dy = normal(8, K), weight(K, N), normal(8, N, seed=4)
     scale_spec = P(*[e if m != 1 else None for e, m in zip((*ws, None, None), w.scale.shape, strict=False)])
     placed = QArray(put(mesh, ws, w.data), put(mesh, scale_spec, w.scale), None, w.qtype, w.qmin, w.qmax)
     with jax.set_mesh(mesh):
         for lhs, expected in ((None, of_floats), (jnp.int8, of_integers)):
-            call = jax.jit(functools.partial(matmul, lhs_qtype=lhs))
+            call = jax.jit(functools.partial(product, lhs_qtype=lhs))
             y = call(put(mesh, xs, x), placed)
             assert collectives(call, put(mesh, xs, x), placed) == expected
             assert y.sharding.is_equivalent_to(NamedSharding(mesh, ys), 2)
-            if lhs is None and place == "contracted":
+            if lhs is None and (implementation or place == "contracted"):
                 close(y, np.asarray(matmul(x, w), np.float64))
             else:
                 assert_same_bits(y, matmul(x, w, lhs_qtype=lhs))
-            back = jax.jit(lambda x, w, dy, lhs=lhs: jax.vjp(lambda x: matmul(x, w, lhs_qtype=lhs), x)[1](dy)[0])
+            back = jax.jit(lambda x, w, dy, lhs=lhs: jax.vjp(lambda x: product(x, w, lhs_qtype=lhs), x)[1](dy)[0])
             operands = put(mesh, xs, x), placed, put(mesh, ys, dy)
             close(back(*operands), np.asarray(dy, np.float64) @ np.asarray(w.dequantize(), np.float64).T)
             assert collectives(back, *operands) == of_gradient
