@@ -238,7 +238,7 @@ def table_of(rows, options):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Quantisation-aware training of a character-level transformer.")
-    numbers = {"layers": 4, "width": 256, "context": 128, "batch": 8, "steps": 150, "rounds": 10, "seed": 0}
+    numbers = {"layers": 4, "width": 256, "context": 128, "batch": 8, "steps": 500, "rounds": 10, "seed": 0}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--quick", action="store_true", help="a tiny model, a few steps: does it run, not how well")

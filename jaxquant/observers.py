@@ -9,6 +9,8 @@ scan, checkpoints and sharding take as it is:
     state = observer.merge(state, "data")     # inside shard_map or pmap: all shards get the state of all
     qparams = observer.qparams(state)         # QParams for quantize, fake_quantize, ...
 
+Layers keep such states themselves: see ``x_observer`` of `jaxquant.nn.Spec`.
+
 Only finite values count. Before the first of them, and for zeros alone, the scale is 1. Nothing here is differentiated:
 states are constants. Batches may differ in size along axes that share a scale (all but PerGroup's and PerBlock's).
 """

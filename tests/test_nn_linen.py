@@ -76,7 +76,10 @@ def test_training_moves_learned_scales_and_lowers_the_loss():
 def test_observers_gather_what_arrives_at_layers():
     spec = Spec(w_qtype=jnp.int4, x_observer=observers.MinMax(qtype=jnp.uint8, symmetric=False))
     model = network(spec)
-    variables, gather = jax.jit(model.init)(jax.random.key(1), IMAGES), jax.jit(model.apply, static_argnames="mutable")
+    variables, gather = (
+        jax.jit(model.init)(jax.random.key(1), 2 * IMAGES),
+        jax.jit(model.apply, static_argnames="mutable"),
+    )
     for batch in (IMAGES[:2], IMAGES[2:]):
         variables = {**variables, **gather(variables, batch, mutable="observed")[1]}
     first = variables["observed"]["layers_0"]["input_scale"]
