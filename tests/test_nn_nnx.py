@@ -92,6 +92,9 @@ def test_calibration_is_of_the_inputs_that_arrive():
     unsuited = float(layer.input_scale[...])
     qnn.calibrate(layer, 1000 * jax.random.uniform(jax.random.key(0), (32, 16)))
     assert 8 < float(layer.input_scale[...]) - unsuited < 11  # exponents of 2
+    served = qnn.convert(layer)
+    qnn.calibrate(served, jnp.ones((32, 16)))
+    np.testing.assert_array_equal(served.input_scale[...], layer.input_scale[...])
 
 
 def test_observers_gather_what_arrives_at_layers():

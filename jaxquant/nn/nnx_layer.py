@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxquant.affine.qarray import QArray
 from jaxquant.nn import layers
 from jaxquant.nn.rules import Spec
 from jaxquant.nn.scales import Scales, observed
@@ -35,12 +36,12 @@ class Quantised:
 
     def calibrate(self: Any, x: jax.Array | None = None) -> None:
         """Learned scales to begin with, for typical inputs x; None: inputs like a standard normal variable. An observer
-        gathers x."""
+        gathers x. Of a converted layer nothing changes."""
         x, kernel, _ = self.operands(x)
         held = self.held().input
         if isinstance(held, dict) and x is not None:
             self.input_scale.set_value(observed(self.spec.x_observer, held, x))
-        elif held is None or self.spec.learned:
+        elif not isinstance(kernel, QArray) and (held is None or self.spec.learned):
             scales = layers.begin(self.kind, self.spec, kernel, x, getattr(self, "in_features", 0))
             for name, value in scales._asdict().items():
                 if value is not None:
