@@ -94,6 +94,7 @@ nb::dict GgmlFormats() {
 }
 
 // Where the bytes of eight consecutive blocks, one of each of eight rows, lie in the prepared layout: source positions.
+// Empty: there is no such layout of the format.
 nb::list GgmlArrangement(int type_id) {
   ggml::FormatSize size;
   const ffi::Error unknown = ggml::FindFormat("ggml_arrangement", type_id, &size);
@@ -104,9 +105,9 @@ nb::list GgmlArrangement(int type_id) {
     low[i] = static_cast<uint8_t>(i);
     high[i] = static_cast<uint8_t>(i >> 8);
   }
-  ggml::ToPrepared(type_id, low.data(), low_out.data(), ggml::kLanes, size.block, 0, ggml::kLanes);
-  ggml::ToPrepared(type_id, high.data(), high_out.data(), ggml::kLanes, size.block, 0, ggml::kLanes);
   nb::list places;
+  if (!ggml::ToPrepared(type_id, low.data(), low_out.data(), ggml::kLanes, size.block)) return places;
+  ggml::ToPrepared(type_id, high.data(), high_out.data(), ggml::kLanes, size.block);
   for (int64_t i = 0; i < bytes; ++i) places.append(low_out[i] | high_out[i] << 8);
   return places;
 }

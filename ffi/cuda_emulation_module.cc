@@ -249,18 +249,19 @@ void GgmlQuantize(int type_id, nb::handle x_array, nb::handle imatrix_array, nb:
   Throw(GgmlEmulated::Quantize(NoStream{}, a));
 }
 
-// uint8 [matrices, n, row_bytes]
-void GgmlArrange(int type_id, nb::handle data_array, bool prepare, nb::handle out) {
-  const Array data = Read(data_array);
+// uint8 [matrices, n, row_bytes] to [matrices, eights, 8 row_bytes], or back
+void GgmlArrange(int type_id, nb::handle data_array, bool prepare, nb::handle out_array) {
+  const Array data = Read(data_array), out = Read(out_array);
+  const std::vector<int64_t>& plain = prepare ? data.shape : out.shape;
   ggml::ArrangeArguments a{};
   Throw(ggml::FindFormat("ggml_prepare", type_id, &a.size));
   a.type_id = type_id;
-  a.matrices = data.shape.at(0);
-  a.n = data.shape.at(1);
-  a.k = data.shape.at(2) / a.size.bytes * a.size.block;
+  a.matrices = plain.at(0);
+  a.n = plain.at(1);
+  a.k = plain.at(2) / a.size.bytes * a.size.block;
   a.prepare = prepare;
   a.in = static_cast<const uint8_t*>(data.data);
-  a.out = static_cast<uint8_t*>(Read(out).data);
+  a.out = static_cast<uint8_t*>(out.data);
   Throw(GgmlEmulated::Arrange(NoStream{}, a));
 }
 

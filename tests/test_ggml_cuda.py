@@ -17,6 +17,7 @@ from test_cuda_emulation import Output, placed
 
 from jaxquant import ggml
 from jaxquant._core import ffi
+from jaxquant.ggml.layout import has_prepared_form
 
 kernels = ffi.module("cuda_emulation")
 pytestmark = pytest.mark.skipif(kernels is None, reason="the emulated CUDA kernels are not compiled in")
@@ -179,24 +180,22 @@ def test_importances_that_make_no_sense(format, wrong):
 # ------------------------------------------------------------------------------------------------------------- prepare
 
 
-@functools.partial(jax.jit, static_argnames="format")
-def prepared_on_cpu(data, format):
-    shape = (*data.shape[:2], ggml.formats[format].row_size(data.shape[2]))
-    return ggml.QTensor.from_bytes(data, format, shape).prepare().data
-
-
-@pytest.mark.parametrize("format", ggml.formats)
+@pytest.mark.parametrize("format", [name for name in ggml.formats if has_prepared_form(name)])
 def test_prepared_layout(format):
-    """Two matrices of 19 rows: sixteen are interleaved, three stay as they are."""
+    """Two matrices of 19 rows, the last eight of each filled up; rows and values of them, and back."""
     kind = ggml.formats[format]
-    data = random_blocks(format, 38, 3, seed=1).reshape(2, 19, -1)
-    expected = np.asarray(prepared_on_cpu(data, format))
+    data, values = (a.reshape(2, 19, -1) for a in values_of(format, 38, 3))
+    w = ggml.QTensor(jnp.asarray(data), kind).prepare()
     for offset in (0, 1, 2):
-        there, back = Output(data.shape, np.uint8, offset), Output(data.shape, np.uint8, 3 * offset)
+        there, back = Output(w.data.shape, np.uint8, offset), Output(data.shape, np.uint8, 3 * offset)
         kernels.ggml_arrange(kind.type_id, placed(data, offset), True, there.array)
-        np.testing.assert_array_equal(there.checked(), expected)
+        np.testing.assert_array_equal(there.checked(), w.data)
         kernels.ggml_arrange(kind.type_id, there.array, False, back.array)
         np.testing.assert_array_equal(back.checked(), data)
+    use, ids = {"implementation": "cuda_emulation"}, np.array([18, -1, 0, 19, 9])
+    assert_same_floats(w.dequantize(**use), values)
+    known = ((ids >= 0) & (ids < 19))[:, None]
+    assert_same_floats(w[1].take(ids, **use), np.where(known, values[1][np.clip(ids, 0, 18)], np.float32(0)))
 
 
 # --------------------------------------------------------------------------------------------------------- under jit

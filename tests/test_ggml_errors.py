@@ -59,6 +59,12 @@ FORMATS = [
          "Q4_K", "Q4_X"),
     case("unknown layout", ValueError, lambda x: QTensor(W.data, "Q8_0", "tiled"), "QTensor", "layout",
          "plain.*prepared", "'tiled'", "prepare"),
+    case("prepared floats", ValueError, lambda x: QTensor(zeros(1, 1024, dtype=np.uint8), "F16", "prepared"), "QTensor",
+         "layout", "'plain'", "'prepared'", "F16 has no other"),
+    case("too much padding", ValueError, lambda x: QTensor(zeros(1, 272, dtype=np.uint8), "Q8_0", "prepared", 8),
+         "QTensor", "padding", "0 to 7 rows", "8"),
+    case("padding of plain rows", ValueError, lambda x: QTensor(W.data, "Q8_0", "plain", 1), "QTensor", "padding", "0",
+         "1", "prepare"),
 ]
 
 QUANTIZE = [
@@ -257,28 +263,34 @@ def test_ids_that_are_not_known_give_zeros():
 U8, F32, F16, S32 = np.uint8, np.float32, np.float16, np.int32
 
 
-def valid(name):
+def valid(name, prepared=False):
     """Operands, results and attributes of a call that works: Q8_0, in two rows of blocks or more."""
-    codec = {"format": 8}
-    product = {**codec, "prepared": 0}
+    codec = {"format": 8, "prepared": int(prepared)}
+
+    def rows(*shape):
+        *lead, n, size = shape
+        return ((*lead, -(-n // 8), 8 * size) if prepared else shape), U8
+
     return {
-        "ggml_quantize": ([((3, 64), F32), ((1, 64), F32)], [((3, 68), U8)], codec),
-        "ggml_dequantize": ([((3, 68), U8)], [((3, 64), F32)], codec),
-        "ggml_take": ([((3, 68), U8), ((4,), S32)], [((4, 64), F32)], codec),
-        "ggml_prepare": ([((9, 68), U8)], [((9, 68), U8)], {**codec, "prepare": 1}),
-        "ggml_linear": ([((1, 3, 64), F32), ((2, 9, 68), U8)], [((2, 3, 9), F32)], {**product, "int8": 1}),
-        "ggml_linear_gradient": ([((2, 3, 9), F32), ((2, 9, 68), U8)], [((2, 3, 64), F32)], product),
+        "ggml_quantize": ([((3, 64), F32), ((1, 64), F32)], [((3, 68), U8)], {"format": 8}),
+        "ggml_dequantize": ([rows(3, 68)], [((3, 64), F32)], codec),
+        "ggml_take": ([rows(3, 68), ((4,), S32)], [((4, 64), F32)], codec),
+        "ggml_prepare": ([((9, 68), U8)], [((2, 544), U8)], {"format": 8, "prepare": 1}),
+        "ggml_linear": ([((1, 3, 64), F32), rows(2, 9, 68)], [((2, 3, 9), F32)], {**codec, "int8": 1}),
+        "ggml_linear_gradient": ([((2, 3, 9), F32), rows(2, 9, 68)], [((2, 3, 64), F32)], codec),
         "ggml_moe_linear": (
-            [((4, 1, 64), F32), ((3, 9, 68), U8), ((4, 2), S32)], [((4, 2, 9), F32)], {**product, "int8": 1},
+            [((4, 1, 64), F32), rows(3, 9, 68), ((4, 2), S32)], [((4, 2, 9), F32)], {**codec, "int8": 1},
         ),
         "ggml_moe_linear_gradient": (
-            [((4, 2, 9), F32), ((3, 9, 68), U8), ((4, 2), S32)], [((4, 2, 64), F32)], product,
+            [((4, 2, 9), F32), rows(3, 9, 68), ((4, 2), S32)], [((4, 2, 64), F32)], codec,
         ),
     }[name]  # fmt: skip
 
 
 TARGETS = ["ggml_quantize", "ggml_dequantize", "ggml_take", "ggml_prepare", "ggml_linear", "ggml_linear_gradient",
            "ggml_moe_linear", "ggml_moe_linear_gradient"]  # fmt: skip
+# Which also take prepared data.
+BOTH = [(name, False) for name in TARGETS] + [(name, True) for name in TARGETS if "prepared" in valid(name)[2]]
 
 
 def call_target(name, operands, results, attributes):
@@ -300,9 +312,9 @@ def call_target(name, operands, results, attributes):
     return jax.block_until_ready(jax.jit(lambda *a: call(*a, **attributes))(*arrays))
 
 
-def mutations(name):
+def mutations(name, prepared):
     """One thing wrong at a time: an axis longer, shorter, gone or added, another type, another attribute."""
-    operands, results, attributes = valid(name)
+    operands, results, attributes = valid(name, prepared)
     arrays = [*operands, *results]
 
     def with_array(i, shape, dtype):
@@ -321,8 +333,14 @@ def mutations(name):
             yield with_array(i, shape, other)
     for key in attributes:
         yield operands, results, {k: v for k, v in attributes.items() if k != key}
-    for wrong in (4, 38, 43, -1, 2**31, 2**40 + 8, -(2**63), 12):
+    for wrong in (4, 38, 43, -1, 2**31, 2**40 + 8, -(2**63), 12, *([16] if prepared else [])):
         yield operands, results, {**attributes, "format": wrong}
+
+
+def of_eight(shape, n):
+    """The plain shape of prepared rows, if there can be n of them."""
+    *lead, eights, size = shape
+    return (*lead, n, size // 8) if eights == -(-n // 8) and size % 8 == 0 else (*lead, -1, -1)
 
 
 def consistent(name, operands, results, attributes):
@@ -336,6 +354,13 @@ def consistent(name, operands, results, attributes):
         (rows, k), imatrix, (out, row_bytes) = shapes
         fits = 0 in imatrix or (imatrix[0] in (1, rows) and imatrix[1] == k)
         return rows == out and k % 32 == 0 and row_bytes == k // 32 * 34 and fits and dtypes == [F32, F32, U8]
+    n = {"ggml_dequantize": shapes[-1][0], "ggml_prepare": shapes[0][0], "ggml_take": 8 * shapes[0][0]}.get(name)
+    if name == "ggml_prepare":
+        return of_eight(shapes[1], n) == shapes[0] and shapes[0][1] % 34 == 0 and dtypes == [U8, U8]
+    if attributes["prepared"]:
+        at = int("linear" in name)
+        n = n if n is not None else shapes[0 if "gradient" in name else -1][2]
+        shapes[at] = of_eight(shapes[at], n)
     if name == "ggml_dequantize":
         return (
             shapes[0][0] == shapes[1][0] and fits_row(shapes[0][1], shapes[1][1]) and dtypes in ([U8, F32], [U8, F16])
@@ -343,8 +368,6 @@ def consistent(name, operands, results, attributes):
     if name == "ggml_take":
         fits = shapes[1][0] == shapes[2][0] and fits_row(shapes[0][1], shapes[2][1])
         return fits and dtypes in ([U8, S32, F32], [U8, S32, F16])
-    if name == "ggml_prepare":
-        return shapes[0] == shapes[1] and shapes[0][1] % 34 == 0 and dtypes == [U8, U8]
     x, (b, n, row_bytes), *ids, out = shapes
     if dtypes[0] not in (F32, F16) or dtypes[-1] != dtypes[0] or dtypes[1] != U8 or dtypes[2:-1] not in ([], [S32]):
         return False
@@ -363,12 +386,12 @@ def fits_row(row_bytes, values):
     return values % 32 == 0 and row_bytes == values // 32 * 34
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_targets_check_everything_again(name):
+@pytest.mark.parametrize(("name", "prepared"), BOTH)
+def test_targets_check_everything_again(name, prepared):
     """Handlers that are called with what Python would never send: an error of theirs, no crash and no wrong reads."""
-    call_target(name, *valid(name))
+    call_target(name, *valid(name, prepared))
     refused = 0
-    for operands, results, attributes in mutations(name):
+    for operands, results, attributes in mutations(name, prepared):
         if 0 in results[0][0]:
             continue  # XLA calls nobody for nothing
         if consistent(name, operands, results, attributes):

@@ -2,6 +2,7 @@
 over shards of the contracted axis."""
 
 import functools
+import itertools
 
 import ggml_oracle as oracle
 import jax
@@ -76,12 +77,13 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "prepared"), [*((name, False) for name in FORMATS), ("Q8_0", True), ("Q5_1", True)])
 @pytest.mark.parametrize("layout", LINEAR)
-def test_linear(layout, name):
+def test_linear(layout, name, prepared):
+    """A prepared matrix is cut like a plain one: its rows in eights, its columns in whole blocks."""
     xs, ws, ys, product, transposed, result, dx = LINEAR[layout]
     mesh = mesh_of(MESH)
-    x, w, dy = normal(TOKENS, K), weights(name, ROWS, K), normal(TOKENS, ROWS, seed=3)
+    x, w, dy = normal(TOKENS, K), weights(name, ROWS, K, prepared=prepared), normal(TOKENS, ROWS, seed=3)
     for lhs in (jnp.int8, None):
         check(linear(lhs), (x, w), (xs, ws), mesh, product, result, 1e-12 if product else None)
     check(gradient(jnp.int8), (x, w, dy), (xs, ws, ys), mesh, transposed, dx, 1e-12 if transposed else None)
@@ -90,9 +92,10 @@ def test_linear(layout, name):
 @pytest.mark.smoke
 def test_linear_through_xla():
     mesh = mesh_of(MESH)
-    x, w = normal(TOKENS, K), weights("Q8_0", ROWS, K)
+    x, plain = normal(TOKENS, K), weights("Q8_0", ROWS, K)
     call = functools.partial(ggml.linear, implementation="xla")
-    for xs, ws in ((P(), P("a")), (P(None, "a"), P(None, "a")), (P("b"), P())):
+    operands = itertools.product((plain, plain.prepare()), ((P(), P("a")), (P(None, "a"), P(None, "a")), (P("b"), P())))
+    for w, (xs, ws) in operands:
         y = jax.jit(call)(place(mesh, xs, x), place(mesh, ws, w))
         assert oracle.nmse(y, np.asarray(ggml.linear(x, w, lhs_qtype=None), np.float64)) <= 1e-10
 
@@ -106,16 +109,16 @@ def test_sums_over_shards_are_in_float32():
     assert y.dtype == jnp.bfloat16 and oracle.nmse(y, exact) <= 3e-6
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_prepared_rows_in_eights(name):
+@pytest.mark.parametrize("name", ["Q8_0", "Q5_1"])
+def test_a_prepared_matrix_is_moved_where_it_lies(name):
     mesh = mesh_of(MESH)
-    x, w, dy = normal(TOKENS, K), weights(name, ROWS, K, prepared=True), normal(TOKENS, ROWS, seed=3)
-    for rows in ("a", ("a", "b")):
-        check(linear(jnp.int8), (x, w), (P(), P(rows)), mesh, {}, P(None, rows))
-        check(gradient(None), (x, w, dy), (P(), P(rows), P(None, rows)), mesh, ONE, P(), 1e-12)
-    plain = weights(name, ROWS, K)
-    check(ggml.QTensor.prepare, (plain,), (P("a"),), mesh, {}, P("a"))
-    check(ggml.QTensor.plain, (w,), (P("a"),), mesh, {}, P("a"))
+    plain, w = weights(name, ROWS, K), weights(name, ROWS, K, prepared=True)
+    ids = np.random.default_rng(6).integers(-1, ROWS + 1, (16,)).astype(np.int32)
+    for spec in (P("a"), P(None, "a"), P("b", "a"), P(("a", "b"))):
+        check(ggml.QTensor.prepare, (plain,), (spec,), mesh, {}, spec)
+        check(ggml.QTensor.plain, (w,), (spec,), mesh, {}, spec)
+        check(lambda w: w.dequantize(), (w,), (spec,), mesh, {}, spec)
+    check(lambda w, ids: w.take(ids), (w, ids), (P(None, "a"), P("b")), mesh, {}, P("b", "a"))
 
 
 @pytest.mark.parametrize("rows", [24, 31, 6])
@@ -125,7 +128,7 @@ def test_rows_that_a_mesh_cannot_share_out(rows):
     x, w = normal(TOKENS, K), weights("Q8_0", rows, K)
     expected = jax.jit(ggml.linear)(x, w)
     spec = P() if rows == 31 else P("a")
-    prepared = place(mesh, spec, w.prepare())
+    prepared = place(mesh, P("a") if rows == 31 else P(), w.prepare())  # four eights, one of them not full
     assert_same_bits(jax.jit(ggml.linear)(place(mesh, P(), x), prepared), expected)
     assert_same_bits(jax.jit(lambda w: w.prepare().data)(place(mesh, spec, w)), w.prepare().data)
     assert_same_bits(jax.jit(lambda w: w.dequantize())(prepared), w.dequantize())
@@ -135,10 +138,10 @@ def test_columns_that_a_mesh_cannot_share_out():
     """Three blocks over two shards; bytes that are sharded inside a block."""
     mesh = mesh_of(MESH)
     x, w = normal(TOKENS, 96), weights("Q8_0", ROWS, 96)
-    placed = place(mesh, P(None, "a"), w)
-    y = jax.jit(ggml.linear)(place(mesh, P(None, "a"), x), placed)
-    assert_same_bits(y, jax.jit(ggml.linear)(x, w))
-    assert_same_bits(jax.jit(lambda w: w.dequantize())(placed), w.dequantize())
+    for placed in (place(mesh, P(None, "a"), w), place(mesh, P(None, "a"), w.prepare())):
+        y = jax.jit(ggml.linear)(place(mesh, P(None, "a"), x), placed)
+        assert_same_bits(y, jax.jit(ggml.linear)(x, w))
+        assert_same_bits(jax.jit(lambda w: w.dequantize())(placed), w.dequantize())
 
 
 # -------------------------------------------------------------------------------------------------------------- experts
@@ -155,8 +158,6 @@ MOE = {
 @pytest.mark.parametrize("prepared", [False, True], ids=["plain", "prepared"])
 @pytest.mark.parametrize("layout", MOE)
 def test_moe_linear(layout, prepared):
-    if prepared and layout == "columns":
-        pytest.skip("a prepared matrix is not cut along its columns")
     xs, ws, ids, ys, product, transposed, result, dx = MOE[layout]
     mesh = mesh_of(MESH)
     x, w, dy = normal(TOKENS, 1, K), weights("Q5_1", EXPERTS, ROWS, K, prepared=prepared), normal(TOKENS, 2, ROWS)
@@ -248,12 +249,13 @@ def test_eager(layout):
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, result), 2)
 
 
+@pytest.mark.parametrize("prepared", [False, True], ids=["plain", "prepared"])
 @pytest.mark.parametrize("layout", LINEAR)
-def test_explicit(layout):
+def test_explicit(layout, prepared):
     """Types carry the sharding, forward and backward."""
     xs, ws, ys, product, transposed, result, dx = LINEAR[layout]
     mesh = mesh_of(MESH, AxisType.Explicit)
-    operands = normal(TOKENS, K), weights("Q5_1", ROWS, K), normal(TOKENS, ROWS, seed=3)
+    operands = normal(TOKENS, K), weights("Q5_1", ROWS, K, prepared=prepared), normal(TOKENS, ROWS, seed=3)
     expected = jax.jit(linear(None))(*operands[:2]), jax.jit(gradient(None))(*operands)
     with jax.set_mesh(mesh):
         placed = [place(mesh, s, a) for s, a in zip((xs, ws, ys), operands, strict=True)]
@@ -293,12 +295,14 @@ MANUAL = pytest.mark.parametrize("manual", [{"a", "b"}, {"a"}, {"b"}], ids=["ful
 
 
 @MANUAL
-@pytest.mark.parametrize("layout", ["rows", "tokens", "rows and tokens"])
-def test_shard_map(layout, manual):
+@pytest.mark.parametrize(
+    ("layout", "prepared"), [("rows", False), ("tokens", False), ("rows and tokens", False), ("rows and tokens", True)]
+)
+def test_shard_map(layout, prepared, manual):
     """Each shard calls its own kernel; the gradient of replicated activations is summed over what varies."""
     xs, ws, ys, _, transposed, result, dx = LINEAR[layout]
     mesh = mesh_of(MESH)
-    x, w, dy = normal(TOKENS, K), weights("Q5_1", ROWS, K), normal(TOKENS, ROWS, seed=3)
+    x, w, dy = normal(TOKENS, K), weights("Q5_1", ROWS, K, prepared=prepared), normal(TOKENS, ROWS, seed=3)
 
     def visible(spec):
         return P(*[e if e in manual else None for e in spec])
@@ -324,10 +328,11 @@ def test_shard_map(layout, manual):
 
 
 @MANUAL
-def test_shard_map_of_columns(manual):
+@pytest.mark.parametrize("prepared", [False, True], ids=["plain", "prepared"])
+def test_shard_map_of_columns(prepared, manual):
     """The sum over shards is the caller's, as in any contraction."""
     mesh = mesh_of(MESH)
-    x, w = normal(TOKENS, K), weights("Q8_0", ROWS, K)
+    x, w = normal(TOKENS, K), weights("Q8_0", ROWS, K, prepared=prepared)
     (axis,) = sorted(manual)[:1]
     spec = P(None, axis)
     call = jax.shard_map(
@@ -337,6 +342,11 @@ def test_shard_map_of_columns(manual):
     expected = np.asarray(ggml.linear(x, w), np.float64)
     if manual == {"a", "b"}:
         assert oracle.nmse(jax.jit(call)(x, w), expected) <= 1e-12
+        assert collectives(jax.jit(call), place(mesh, spec, x), place(mesh, spec, w)) == ONE
+        # A shard prepares what it has, and a prepared shard knows its rows and columns.
+        moved = jax.shard_map(lambda w: w.plain().prepare(), mesh=mesh, in_specs=P("b", "a"), out_specs=P("b", "a"))
+        back = jax.jit(moved)(weights("Q8_0", ROWS, K, prepared=True))
+        assert back.shape == w.shape and back.to_bytes() == w.to_bytes()
     else:  # jax.numpy does the work there, in floating point
         assert oracle.nmse(jax.jit(call)(x, w), expected) <= 1e-4
 
@@ -360,8 +370,11 @@ def test_shard_map_of_everything_else(manual):
     assert_same_bits(values, w[:4].dequantize())
     rows = jax.jit(mapped(lambda w, ids: w.take(ids), in_specs=(P(), over), out_specs=over))(w[0], ids[:, 0])
     assert_same_bits(rows, w[0].take(ids[:, 0]))
-    moved = jax.jit(mapped(lambda w: w.prepare().data, in_specs=over, out_specs=over))(w[:4])
-    assert_same_bits(moved, w[:4].prepare().data)
+    moved = jax.jit(mapped(lambda w: w.prepare(), in_specs=over, out_specs=over))(w[:4])
+    assert moved.layout == "prepared"
+    assert_same_bits(moved.data, w[:4].prepare().data)
+    rows = jax.jit(mapped(lambda w, ids: w.take(ids), in_specs=(P(), over), out_specs=over))(moved[0], ids[:, 0])
+    assert_same_bits(rows, w[0].take(ids[:, 0]))
     data = jax.jit(mapped(lambda x: ggml.quantize(x, "Q4_K").data, in_specs=over, out_specs=over))(x[:, 0])
     assert_same_bits(data, ggml.quantize(x[:, 0], "Q4_K").data)
 

@@ -211,7 +211,7 @@ def _experts(segment: Any, x: jax.Array, i: Any, config: Config, lhs_qtype: Any)
 
     def chosen(w: list[Any], x: jax.Array) -> jax.Array:
         # One stack of layers times experts: the layer's experts are multiplied where they lie.
-        flat = [ggml.QTensor(m.data.reshape(-1, *m.data.shape[2:]), m.format, m.layout) for m in w]
+        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), w)
         return jnp.concatenate(
             [ggml.moe_linear(x, m, i * config.experts + ids, lhs_qtype=lhs_qtype) for m in flat], axis=-1
         )

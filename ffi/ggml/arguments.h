@@ -43,10 +43,18 @@ struct DequantizeArguments {
   FormatSize size;
   int64_t rows, k;
   const uint8_t* data;
+  bool prepared;
+  int64_t n, data_n;  // rows of a matrix, in the result and with those that fill up its last eight
   const int32_t* ids;
   int64_t data_rows;
   void* out;
   DType out_type;
+
+  // The row of the data that row i of the result is; -1: none.
+  JQ_HOST_DEVICE int64_t Source(int64_t i) const {
+    if (ids == nullptr) return i / n * data_n + i % n;
+    return ids[i] >= 0 && ids[i] < data_rows ? ids[i] : -1;
+  }
 };
 
 // Between the file's order of bytes and the one that products prefer.

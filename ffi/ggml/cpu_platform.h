@@ -17,6 +17,7 @@
 #include "ffi/common/parallel_for.h"
 #include "ffi/ggml/cpu_kernels.h"
 #include "ffi/ggml/handlers.h"
+#include "ffi/ggml/linear/kernels.h"
 #include "ffi/ggml/linear/layout.h"
 
 namespace jq {
@@ -88,19 +89,25 @@ struct Cpu {
     if (dequantize == nullptr) return NoKernel("ggml_dequantize", a.type_id);
     const int64_t row_bytes = a.k / a.size.block * a.size.bytes, out_bytes = a.k * SizeOf(a.out_type);
     AdviseHugePages(a.out, a.rows * out_bytes);
-    // Pieces of rows; without ids all rows are one.
-    const bool one = a.ids == nullptr;
+    // Pieces of rows; plain ones without ids are one.
+    const bool one = a.ids == nullptr && !a.prepared;
     const int64_t rows = one ? 1 : a.rows, blocks = (one ? a.rows : 1) * (a.k / a.size.block);
     const int64_t piece = std::max<int64_t>(1, (1 << 14) / a.size.block);
     const int64_t pieces = (blocks + piece - 1) / piece;
     ParallelFor(pool, rows * pieces, 1, [&](int64_t begin, int64_t end) {
       const IeeeMode plain;
+      std::vector<uint8_t> buffer(a.prepared ? std::min(piece, blocks) * a.size.bytes : 0);
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = i / pieces, first = i % pieces * piece, count = std::min(piece, blocks - first);
         char* out = static_cast<char*>(a.out) + row * out_bytes + first * a.size.block * SizeOf(a.out_type);
-        const int64_t source = one ? 0 : a.ids[row];
-        if (!one && (source < 0 || source >= a.data_rows)) {
+        const int64_t source = one ? 0 : a.Source(row);
+        if (source < 0) {
           std::memset(out, 0, static_cast<size_t>(count * a.size.block * SizeOf(a.out_type)));
+        } else if (a.prepared) {
+          const int64_t in_eight = source % kLanes;
+          ToPlainBlocks(a.type_id, a.data + (source - in_eight) * row_bytes, static_cast<int>(in_eight), first, count,
+                        buffer.data());
+          dequantize(buffer.data(), out, count * a.size.block);
         } else {
           dequantize(a.data + source * row_bytes + first * a.size.bytes, out, count * a.size.block);
         }
@@ -110,19 +117,23 @@ struct Cpu {
   }
 
   static ffi::Error Arrange(Context pool, const ArrangeArguments& a) {
-    const int64_t row_bytes = a.k / a.size.block * a.size.bytes, eights = (a.n + kLanes - 1) / kLanes;
+    const int64_t row_bytes = a.k / a.size.block * a.size.bytes, eights = EightsOf(a.n);
     const int64_t grain = std::max<int64_t>(1, (1 << 18) / (row_bytes * kLanes));
     // Weights stay, and are read from end to end by every product.
-    AdviseHugePages(a.out, a.matrices * a.n * row_bytes);
-    std::atomic<bool> known{true};
+    AdviseHugePages(a.out, a.matrices * StoredRows(a.n, a.prepare) * row_bytes);
     ParallelFor(pool, a.matrices * eights, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t at = i / eights * a.n * row_bytes, first = i % eights * kLanes;
-        const auto move = a.prepare ? ToPrepared : ToPlain;
-        if (!move(a.type_id, a.in + at, a.out + at, a.n, a.k, first, std::min(first + kLanes, a.n))) known = false;
+        const int64_t first = i % eights * kLanes, plain = (i / eights * a.n + first) * row_bytes;
+        const int64_t prepared = i * kLanes * row_bytes;
+        const int rows = static_cast<int>(std::min<int64_t>(kLanes, a.n - first));
+        if (a.prepare) {
+          ToPrepared(a.type_id, a.in + plain, a.out + prepared, rows, a.k);
+        } else {
+          ToPlain(a.type_id, a.in + prepared, a.out + plain, rows, a.k);
+        }
       }
     });
-    return known ? ffi::Error::Success() : NoKernel("ggml_prepare", a.type_id);
+    return ffi::Error::Success();
   }
 
   static ffi::Error Linear(Context pool, const ProductArguments& a) {

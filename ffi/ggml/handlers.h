@@ -12,6 +12,7 @@
 #include "ffi/common/handler.h"
 #include "ffi/ggml/arguments.h"
 #include "ffi/ggml/formats.h"
+#include "ffi/ggml/linear/layout.h"
 
 namespace jq {
 namespace ggml {
@@ -53,59 +54,76 @@ class Handlers {
     return a.rows == 0 || a.k == 0 ? ffi::Error::Success() : Platform::Quantize(context, a);
   }
 
-  // data [..., row_bytes] -> out [..., k]
-  static ffi::Error Dequantize(Context context, Any data, Result out, int64_t format) {
+  // data [..., row_bytes] -> out [..., k]; prepared: [..., eights, 8 row_bytes] -> [..., n, k]
+  static ffi::Error Dequantize(Context context, Any data, Result out, int64_t format, int64_t prepared) {
     const char* name = "ggml_dequantize";
     DequantizeArguments a{};
     JQ_RETURN_IF_ERROR(FindFormat(name, format, &a.size));
-    JQ_RETURN_IF_ERROR(ReadRows(name, *out, data, a.size, &a.rows, &a.k));
+    JQ_RETURN_IF_ERROR(CheckPrepared(name, format, prepared));
     JQ_RETURN_IF_ERROR(ReadFloat(name, "result", *out, &a.out_type));
+    a.prepared = prepared != 0;
+    if (a.prepared) {
+      JQ_RETURN_IF_ERROR(CheckType(name, "data", data, ffi::DataType::U8));
+      JQ_RETURN_IF_ERROR(CheckRowsOfEight(name, data, *out));
+      a.k = out->dimensions().back();
+      a.n = out->dimensions()[out->dimensions().size() - 2];
+      a.rows = a.k == 0 ? 0 : static_cast<int64_t>(out->element_count()) / a.k;
+      JQ_RETURN_IF_ERROR(CheckRowBytes(name, data, a.k, a.size, true));
+    } else {
+      JQ_RETURN_IF_ERROR(ReadRows(name, *out, data, a.size, &a.rows, &a.k));
+      a.n = a.rows;
+    }
+    a.data_n = StoredRows(a.n, a.prepared);
     a.type_id = static_cast<int>(format);
     a.data = static_cast<const uint8_t*>(data.untyped_data());
     a.out = out->untyped_data();
     return a.rows == 0 || a.k == 0 ? ffi::Error::Success() : Platform::Dequantize(context, a);
   }
 
-  // (data [n, row_bytes], ids [t]) -> out [t, k]; rows of ids outside [0, n) are zero.
-  static ffi::Error Take(Context context, Any data, Any ids, Result out, int64_t format) {
+  // (data [n, row_bytes], or prepared, ids [t]) -> out [t, k]; rows of ids outside [0, n) are zero.
+  static ffi::Error Take(Context context, Any data, Any ids, Result out, int64_t format, int64_t prepared) {
     const char* name = "ggml_take";
     DequantizeArguments a{};
     JQ_RETURN_IF_ERROR(FindFormat(name, format, &a.size));
+    JQ_RETURN_IF_ERROR(CheckPrepared(name, format, prepared));
     JQ_RETURN_IF_ERROR(CheckRank(name, "data", data, 2));
     JQ_RETURN_IF_ERROR(CheckRank(name, "ids", ids, 1));
     JQ_RETURN_IF_ERROR(CheckRank(name, "result", *out, 2));
     JQ_RETURN_IF_ERROR(CheckType(name, "data", data, ffi::DataType::U8));
     JQ_RETURN_IF_ERROR(CheckType(name, "ids", ids, ffi::DataType::S32));
     JQ_RETURN_IF_ERROR(ReadFloat(name, "result", *out, &a.out_type));
+    a.prepared = prepared != 0;
     a.rows = ids.dimensions()[0];
     a.k = out->dimensions()[1];
-    JQ_RETURN_IF_ERROR(CheckRowBytes(name, data, a.k, a.size));
+    JQ_RETURN_IF_ERROR(CheckRowBytes(name, data, a.k, a.size, a.prepared));
     if (out->dimensions()[0] != a.rows) return Refuse(name, "result", "a row for each id", Shape(*out));
     a.type_id = static_cast<int>(format);
     a.data = static_cast<const uint8_t*>(data.untyped_data());
     a.ids = static_cast<const int32_t*>(ids.untyped_data());
-    a.data_rows = data.dimensions()[0];
+    a.data_rows = data.dimensions()[0] * (a.prepared ? kLanes : 1);
     a.out = out->untyped_data();
     return a.rows == 0 || a.k == 0 ? ffi::Error::Success() : Platform::Dequantize(context, a);
   }
 
-  // data [..., n, row_bytes] -> the same bytes in the other layout
+  // plain data [..., n, row_bytes] -> prepared data [..., eights, 8 row_bytes], or back
   static ffi::Error Arrange(Context context, Any data, Result out, int64_t format, int64_t prepare) {
     const char* name = "ggml_prepare";
     ArrangeArguments a{};
     JQ_RETURN_IF_ERROR(FindFormat(name, format, &a.size));
+    JQ_RETURN_IF_ERROR(CheckPrepared(name, format, 1));
     JQ_RETURN_IF_ERROR(CheckType(name, "data", data, ffi::DataType::U8));
     JQ_RETURN_IF_ERROR(CheckType(name, "result", *out, ffi::DataType::U8));
-    JQ_RETURN_IF_ERROR(CheckShape(name, "result", *out, data));
-    const auto dims = data.dimensions();
-    if (dims.size() < 2) return Refuse(name, "data", "rows of blocks: two axes or more", Shape(data));
+    a.prepare = prepare != 0;
+    const Any plain = a.prepare ? data : *out, prepared = a.prepare ? *out : data;
+    JQ_RETURN_IF_ERROR(CheckRowsOfEight(name, prepared, plain));
+    const auto dims = plain.dimensions();
     const int64_t row_bytes = dims.back();
     a.n = dims[dims.size() - 2];
-    a.matrices = row_bytes * a.n == 0 ? 0 : static_cast<int64_t>(data.element_count()) / (row_bytes * a.n);
+    a.matrices = row_bytes * a.n == 0 ? 0 : static_cast<int64_t>(plain.element_count()) / (row_bytes * a.n);
     a.k = row_bytes / a.size.bytes * a.size.block;
-    JQ_RETURN_IF_ERROR(CheckRowBytes(name, data, a.k, a.size));
+    JQ_RETURN_IF_ERROR(CheckRowBytes(name, plain, a.k, a.size, false));
+    JQ_RETURN_IF_ERROR(CheckRowBytes(name, prepared, a.k, a.size, true));
     a.type_id = static_cast<int>(format);
-    a.prepare = prepare != 0;
     a.in = static_cast<const uint8_t*>(data.untyped_data());
     a.out = static_cast<uint8_t*>(out->untyped_data());
     return a.matrices == 0 ? ffi::Error::Success() : Platform::Arrange(context, a);
@@ -124,9 +142,10 @@ class Handlers {
     a.int8_lhs = int8 != 0;
     a.tokens = xs[1];
     a.k = xs[2];
+    a.n = os[2];
     a.x_batch = xs[0];
-    JQ_RETURN_IF_ERROR(CheckRowBytes(name, w, a.k, a.size));
-    if ((xs[0] != 1 && xs[0] != a.experts) || os[0] != a.experts || os[1] != a.tokens || os[2] != a.n) {
+    JQ_RETURN_IF_ERROR(CheckWeight(name, w, a));
+    if ((xs[0] != 1 && xs[0] != a.experts) || os[0] != a.experts || os[1] != a.tokens) {
       return Refuse(name, "x and result", "[b or 1, m, k] and [b, m, n] for w of shape " + Shape(w),
                     Shape(x) + " and " + Shape(*out));
     }
@@ -146,9 +165,10 @@ class Handlers {
     const auto ys = dy.dimensions(), os = dx->dimensions();
     a.tokens = ys[1];
     a.k = os[2];
+    a.n = ys[2];
     a.x_batch = ys[0];
-    JQ_RETURN_IF_ERROR(CheckRowBytes(name, w, a.k, a.size));
-    if (ys[0] != a.experts || ys[2] != a.n || os[0] != a.experts || os[1] != a.tokens) {
+    JQ_RETURN_IF_ERROR(CheckWeight(name, w, a));
+    if (ys[0] != a.experts || os[0] != a.experts || os[1] != a.tokens) {
       return Refuse(name, "dy and result", "[b, m, n] and [b, m, k] for w of shape " + Shape(w),
                     Shape(dy) + " and " + Shape(*dx));
     }
@@ -166,11 +186,11 @@ class Handlers {
     const auto xs = x.dimensions(), os = out->dimensions();
     a.int8_lhs = int8 != 0;
     a.k = xs[2];
+    a.n = os[2];
     a.x_batch = xs[1];
-    JQ_RETURN_IF_ERROR(CheckRowBytes(name, w, a.k, a.size));
-    if (xs[0] != a.tokens || (xs[1] != 1 && xs[1] != a.slots) || os[2] != a.n) {
-      return Refuse(name, "x and result", "[t, 1 or s, k] and [t, s, n] for ids of shape " + Shape(ids),
-                    Shape(x) + " and " + Shape(*out));
+    JQ_RETURN_IF_ERROR(CheckWeight(name, w, a));
+    if (xs[0] != a.tokens || (xs[1] != 1 && xs[1] != a.slots)) {
+      return Refuse(name, "x", "[t, 1 or s, k] for ids of shape " + Shape(ids), Shape(x));
     }
     JQ_RETURN_IF_ERROR(ReadScratch(name, *scratch, &a));
     return os[0] * os[1] * os[2] == 0 ? ffi::Error::Success() : Platform::Linear(context, a);
@@ -185,9 +205,10 @@ class Handlers {
     JQ_RETURN_IF_ERROR(ReadMoe(name, dy, ids, *dx, &a));
     const auto ys = dy.dimensions(), os = dx->dimensions();
     a.k = os[2];
+    a.n = ys[2];
     a.x_batch = ys[1];
-    JQ_RETURN_IF_ERROR(CheckRowBytes(name, w, a.k, a.size));
-    if (ys[0] != a.tokens || ys[1] != a.slots || ys[2] != a.n) {
+    JQ_RETURN_IF_ERROR(CheckWeight(name, w, a));
+    if (ys[0] != a.tokens || ys[1] != a.slots) {
       return Refuse(name, "dy", "[t, s, n] for ids of shape " + Shape(ids), Shape(dy));
     }
     JQ_RETURN_IF_ERROR(ReadScratch(name, *scratch, &a));
@@ -209,13 +230,31 @@ class Handlers {
                   "XLA element type " + std::to_string(static_cast<int>(given)));
   }
 
-  // The last axis of data holds k values.
-  static ffi::Error CheckRowBytes(const char* name, Any data, int64_t k, const FormatSize& size) {
-    if (k % size.block == 0 && data.dimensions().back() == k / size.block * size.bytes) return ffi::Error::Success();
+  static ffi::Error CheckPrepared(const char* name, int64_t format, int64_t prepared) {
+    if (prepared == 0 || HasPreparedForm(format)) return ffi::Error::Success();
+    return Refuse(name, "format", "one with a prepared form", "type id " + std::to_string(format));
+  }
+
+  // The last axis of data holds k values, of eight rows where it is prepared.
+  static ffi::Error CheckRowBytes(const char* name, Any data, int64_t k, const FormatSize& size, bool prepared) {
+    const int64_t rows = prepared ? kLanes : 1;
+    if (k % size.block == 0 && data.dimensions().back() == k / size.block * size.bytes * rows) {
+      return ffi::Error::Success();
+    }
     return Refuse(name, "data",
                   "blocks of " + std::to_string(size.bytes) + " bytes for " + std::to_string(size.block) + " of " +
-                      std::to_string(k) + " values along the last axis",
+                      std::to_string(k) + " values" + (prepared ? " in each of eight rows" : "") +
+                      " along the last axis",
                   Shape(data));
+  }
+
+  // prepared [..., ceil(n / 8), ...] for rows [..., n, ...]
+  static ffi::Error CheckRowsOfEight(const char* name, Any prepared, Any rows) {
+    const auto p = prepared.dimensions(), r = rows.dimensions();
+    bool same = p.size() == r.size() && p.size() >= 2;
+    for (size_t i = 0; same && i + 1 < p.size(); ++i) same = p[i] == (i + 2 < p.size() ? r[i] : EightsOf(r[i]));
+    if (same) return ffi::Error::Success();
+    return Refuse(name, "prepared data", "[..., ceil(n / 8), bytes] for rows of shape " + Shape(rows), Shape(prepared));
   }
 
   // values [..., k], data [..., row_bytes]
@@ -231,7 +270,7 @@ class Handlers {
     }
     if (!same) return Refuse(name, "data", "the leading axes of " + Shape(values), Shape(data));
     *k = v.back();
-    return CheckRowBytes(name, data, *k, size);
+    return CheckRowBytes(name, data, *k, size, false);
   }
 
   static ffi::Error ReadImatrix(const char* name, Any x, Any imatrix, QuantizeArguments* a) {
@@ -254,14 +293,23 @@ class Handlers {
 
   static ffi::Error ReadWeight(const char* name, Any w, int64_t format, int64_t prepared, ProductArguments* a) {
     JQ_RETURN_IF_ERROR(FindFormat(name, format, &a->size));
+    JQ_RETURN_IF_ERROR(CheckPrepared(name, format, prepared));
     JQ_RETURN_IF_ERROR(CheckRank(name, "w", w, 3));
     JQ_RETURN_IF_ERROR(CheckType(name, "w", w, ffi::DataType::U8));
     a->type_id = static_cast<int>(format);
     a->prepared = prepared != 0;
     a->w = static_cast<const uint8_t*>(w.untyped_data());
     a->experts = w.dimensions()[0];
-    a->n = w.dimensions()[1];
     return ffi::Error::Success();
+  }
+
+  // w has n rows of k values.
+  static ffi::Error CheckWeight(const char* name, Any w, const ProductArguments& a) {
+    if (w.dimensions()[1] != (a.prepared ? EightsOf(a.n) : a.n)) {
+      const std::string rows = std::to_string(a.n) + " rows" + (a.prepared ? ", eight in one" : "");
+      return Refuse(name, "w", rows, Shape(w));
+    }
+    return CheckRowBytes(name, w, a.k, a.size, a.prepared);
   }
 
   static ffi::Error ReadOperands(const char* name, Any x, Any out, ProductArguments* a) {
@@ -304,8 +352,8 @@ class Handlers {
 template <typename Platform, typename F>
 void ForEachTarget(F&& f) {
   f("ggml_quantize", JQ_HANDLER(Handlers<Platform>::Quantize, "format"));
-  f("ggml_dequantize", JQ_HANDLER(Handlers<Platform>::Dequantize, "format"));
-  f("ggml_take", JQ_HANDLER(Handlers<Platform>::Take, "format"));
+  f("ggml_dequantize", JQ_HANDLER(Handlers<Platform>::Dequantize, "format", "prepared"));
+  f("ggml_take", JQ_HANDLER(Handlers<Platform>::Take, "format", "prepared"));
   f("ggml_prepare", JQ_HANDLER(Handlers<Platform>::Arrange, "format", "prepare"));
   f("ggml_linear", JQ_HANDLER(Handlers<Platform>::Linear, "format", "prepared", "int8"));
   f("ggml_linear_gradient", JQ_HANDLER(Handlers<Platform>::LinearGradient, "format", "prepared"));

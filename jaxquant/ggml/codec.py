@@ -3,7 +3,7 @@
 quantize()               ->  ggml_quantize_p    ->  ffi/ggml/quantize/
 QTensor.dequantize()     ->  ggml_dequantize_p  ->  ffi/ggml/decode.h
 QTensor.take()           ->  ggml_take_p        ->  ffi/ggml/decode.h
-QTensor.prepare()        ->  ggml_prepare_p     ->  ffi/ggml/linear/
+QTensor.prepare()        ->  ggml_prepare_p     ->  ffi/ggml/linear/layout.h
 
 Here are the primitives and their rules; the functions are in qtensor.py.
 """
@@ -21,9 +21,10 @@ from jax.interpreters import ad
 
 from jaxquant._core import ffi
 from jaxquant._core.primitive import Axes, Operation, Result, bind, build
+from jaxquant.ggml import layout as layouts
 from jaxquant.ggml import reference
-from jaxquant.ggml.formats import BlockFormat, formats
-from jaxquant.ggml.layout import PREPARED_ROWS, arrange
+from jaxquant.ggml.formats import formats
+from jaxquant.ggml.layout import Layout
 
 FLOATS = ("float32", "float16", "bfloat16")
 
@@ -107,29 +108,53 @@ ggml_quantize_p = build(
 # ---------------------------------------------------------------------------------------------------------- dequantise
 
 
+def _row_axes(data: Any, format: str, layout: Layout) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of the axes of rows, and the units of each."""
+    lead, units = (
+        leading_names(data.ndim),
+        layout.units(data, format) if data.ndim > 1 else {"k": _blocks(data, format)},
+    )
+    sizes = dict(zip(lead, data.shape, strict=False))
+    if lead:
+        sizes[lead[-1]] = units["n"]
+    return (*lead, "k"), {**sizes, "k": units["k"]}
+
+
 def _blocks(data: Any, format: str) -> int:
     return data.shape[-1] // formats[format].type_size
 
 
-def _dequantize_axes(data: Any, *, format: str, dtype: Any) -> Axes:
+def _dequantize_shape(data: Any, format: str, layout: Layout) -> tuple[Any, ...]:
+    rows = (layout.rows(data),) if data.ndim > 1 else ()
+    return (*data.shape[:-2], *rows, layout.columns(data, format))
+
+
+def _dequantize_axes(data: Any, *, format: str, layout: Layout, dtype: Any) -> Axes:
     del dtype
-    names = (*leading_names(data.ndim), "k")
-    return Axes([names], [names], {**dict(zip(names, data.shape, strict=True)), "k": _blocks(data, format)})
+    names, units = _row_axes(data, format, layout)
+    return Axes([names], [names], units)
 
 
 def _dequantize_batch(operands: Any, dims: Any, **params: Any) -> Any:
     return bind(ggml_dequantize_p, jnp.moveaxis(operands[0], dims[0], 0), **params)
 
 
+def _dequantize_reference(data: Any, *, format: str, layout: Layout, dtype: Any) -> Any:
+    plain_data = layouts.plain(data, format, layout.padding) if layout.prepared else data
+    return reference.dequantize(plain_data, format, dtype)
+
+
+def _layout_attributes(*, format: str, layout: Layout, **_: Any) -> dict[str, int]:
+    return {"format": formats[format].type_id, "prepared": int(layout.prepared)}
+
+
 ggml_dequantize_p = build(
     Operation(
         name="ggml_dequantize",
         operands=("packed",),
-        results=lambda data, *, format, dtype: [
-            Result("full", (*data.shape[:-1], formats[format].row_size(data.shape[-1])), dtype)
-        ],
-        reference=lambda data, *, format, dtype: reference.dequantize(data, format, dtype),
-        attributes=lambda *, format, dtype: {"format": formats[format].type_id},
+        results=lambda data, *, format, layout, dtype: [Result("full", _dequantize_shape(data, format, layout), dtype)],
+        reference=_dequantize_reference,
+        attributes=_layout_attributes,
         dtypes=("uint8",),
         axes=_dequantize_axes,
         batch=_dequantize_batch,
@@ -140,10 +165,11 @@ ggml_dequantize_p = build(
 # ---------------------------------------------------------------------------------------------------------------- take
 
 
-def _take_axes(data: Any, ids: Any, *, format: str, dtype: Any) -> Axes:
+def _take_axes(data: Any, ids: Any, *, format: str, layout: Layout, dtype: Any) -> Axes:
     del dtype
     # Rows by number: every shard needs them all, but only its columns of them.
-    return Axes([(None, "k"), ("t",)], [("t", "k")], {"k": _blocks(data, format), "t": ids.shape[0]})
+    units = {"k": layout.units(data, format)["k"], "t": ids.shape[0]}
+    return Axes([(None, "k"), ("t",)], [("t", "k")], units)
 
 
 def _take_batch(operands: Any, dims: Any, **params: Any) -> Any:
@@ -152,22 +178,31 @@ def _take_batch(operands: Any, dims: Any, **params: Any) -> Any:
     ids = batched_front(ids, dims[1], size)
     if dims[0] is not None:
         data = jnp.moveaxis(data, dims[0], 0)
-        n = data.shape[1]
+        n = data.shape[1] * params["layout"].together
         ids = jnp.where((ids >= 0) & (ids < n), ids + n * jnp.arange(size, dtype=ids.dtype)[:, None], -1)
-        data = data.reshape(size * n, data.shape[2])
+        data = data.reshape(size * data.shape[1], data.shape[2])
     out = bind(ggml_take_p, data, ids.reshape(-1), **params)
     return out.reshape(*ids.shape, out.shape[-1])
+
+
+def _take_reference(data: Any, ids: Any, *, format: str, layout: Layout, dtype: Any) -> Any:
+    if layout.prepared and data.shape[0]:
+        count = data.shape[0] * layout.together
+        known = (ids >= 0) & (ids < count)
+        data = layouts.plain_rows(data, jnp.where(known, ids, 0), format)
+        ids = jnp.where(known, jnp.arange(ids.shape[0], dtype=ids.dtype), -1)
+    return reference.take(data, ids, format, dtype)
 
 
 ggml_take_p = build(
     Operation(
         name="ggml_take",
         operands=("packed", "scale"),
-        results=lambda data, ids, *, format, dtype: [
-            Result("full", (ids.shape[0], formats[format].row_size(data.shape[-1])), dtype)
+        results=lambda data, ids, *, format, layout, dtype: [
+            Result("full", (ids.shape[0], layout.columns(data, format)), dtype)
         ],
-        reference=lambda data, ids, *, format, dtype: reference.take(data, ids, format, dtype),
-        attributes=lambda *, format, dtype: {"format": formats[format].type_id},
+        reference=_take_reference,
+        attributes=_layout_attributes,
         dtypes=("uint8",),
         axes=_take_axes,
         batch=_take_batch,
@@ -178,31 +213,59 @@ ggml_take_p = build(
 # ------------------------------------------------------------------------------------------------------------- prepare
 
 
-def _prepare_axes(data: Any, *, format: str, prepare: bool) -> Axes:
-    del format, prepare
-    names = leading_names(data.ndim)
-    units = {name: n // PREPARED_ROWS if name == names[-1] and n % PREPARED_ROWS == 0 else 1 if name == names[-1] else n
-             for name, n in zip(names, data.shape, strict=False)}  # fmt: skip
-    return Axes([(*names, None)], [(*names, None)], units)
+def _prepare_shape(data: Any, prepare: bool, padding: int) -> tuple[Any, ...]:
+    *lead, rows, size = data.shape
+    if prepare:
+        return (*lead, -(-rows // layouts.EIGHT), size * layouts.EIGHT)
+    return (*lead, rows * layouts.EIGHT - padding, size // layouts.EIGHT)
+
+
+def _prepare_axes(data: Any, *, format: str, prepare: bool, padding: int) -> Axes:
+    shape = _prepare_shape(data, prepare, padding) if prepare else data.shape
+    names, units = _row_axes(jax.ShapeDtypeStruct(shape, jnp.uint8), format, Layout(True, padding))
+    return Axes([names], [names], units)
 
 
 def _prepare_batch(operands: Any, dims: Any, **params: Any) -> Any:
     return bind(ggml_prepare_p, jnp.moveaxis(operands[0], dims[0], 0), **params)
 
 
+def _prepare_reference(data: Any, *, format: str, prepare: bool, padding: int) -> Any:
+    return layouts.prepare(data, format) if prepare else layouts.plain(data, format, padding)
+
+
 ggml_prepare_p = build(
     Operation(
         name="ggml_prepare",
         operands=("packed",),
-        results=lambda data, *, format, prepare: [Result("packed", data.shape, jnp.uint8)],
-        reference=arrange,
-        attributes=lambda *, format, prepare: {"format": formats[format].type_id, "prepare": int(prepare)},
+        results=lambda data, *, format, prepare, padding: [
+            Result("packed", _prepare_shape(data, prepare, padding), jnp.uint8)
+        ],
+        reference=_prepare_reference,
+        attributes=lambda *, format, prepare, padding: {"format": formats[format].type_id, "prepare": int(prepare)},
         dtypes=("uint8",),
         axes=_prepare_axes,
         batch=_prepare_batch,
         same_bits="yes",
     )
 )
+
+
+def prepare(data: Any, format: str, implementation: str | None = None) -> jax.Array:
+    """Plain data in the prepared layout, of a format that has it."""
+    padding = layouts.padding_of(data.shape[-2])
+    return bind(
+        ggml_prepare_p, data, format=format, prepare=True, padding=padding, implementation=implementation
+    )  # fmt: skip
+
+
+def plain(data: Any, format: str, layout: Layout, implementation: str | None = None) -> Any:
+    """Data of either layout in the plain one."""
+    if not layout.prepared:
+        return data
+    return bind(
+        ggml_prepare_p, data, format=format, prepare=False, padding=layout.padding, implementation=implementation
+    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------- differentiation
@@ -223,8 +286,5 @@ for _primitive in (ggml_quantize_p, ggml_dequantize_p, ggml_take_p, ggml_prepare
     _constant(_primitive)
 
 
-def dequantize(data: Any, format: BlockFormat, dtype: Any, implementation: str | None) -> jax.Array:
-    return bind(ggml_dequantize_p, data, format=format.name, dtype=jnp.dtype(dtype), implementation=implementation)
-
-
+dequantize = partial(bind, ggml_dequantize_p)
 take = partial(bind, ggml_take_p)

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxquant._core import ffi
 from jaxquant.ggml import codec, products, reference
+from jaxquant.ggml import layout as layouts
 from jaxquant.ggml.formats import BlockFormat, formats
-from jaxquant.ggml.layout import arrange
 from jaxquant.ggml.qtensor import QTensor, quantize
 
 # bits(operation, what, actual, expected), close(operation, what, actual, expected, most): comparisons that count.
@@ -64,12 +64,16 @@ def check(bits: Bits, close: Callable[[str, str, Any, np.ndarray, float], None],
         inside = ((ids >= 0) & (ids < _ROWS))[:, None]
         taken = np.where(inside, wide[0][np.clip(ids, 0, _ROWS - 1)], np.float32(0))
         bits("ggml_take", kind.name, w[0].take(ids, **use), taken)
-        params = {"format": kind.name, "implementation": implementation}
-        there = codec.ggml_prepare_p.bind(w.data, prepare=True, **params)
-        bits("ggml_prepare", kind.name, there, np.asarray(arrange(jnp.asarray(data), kind.name, prepare=True)))
-        bits("ggml_prepare", f"{kind.name}, back", codec.ggml_prepare_p.bind(there, prepare=False, **params), data)
+        prepared = w
+        if layouts.has_prepared_form(kind.name):
+            there = codec.prepare(w.data, kind.name, implementation)
+            prepared = QTensor(there, kind, "prepared", layouts.padding_of(_ROWS))
+            bits("ggml_prepare", kind.name, there, np.asarray(layouts.prepare(jnp.asarray(data), kind.name)))
+            back = codec.plain(there, kind.name, prepared._layout, implementation)
+            bits("ggml_prepare", f"{kind.name}, back", back, data)
+            bits("ggml_dequantize", f"{kind.name}, prepared", prepared.dequantize(**use), wide)
+            bits("ggml_take", f"{kind.name}, prepared", prepared[0].take(ids, **use), taken)
 
-        prepared = QTensor(there, kind, "prepared")
         exact = wide.astype(np.float64)
         for tokens in _TOKENS if implementation != "cuda_emulation" else _TOKENS[1:2]:
             tall = rng.standard_normal((tokens, k)).astype(np.float32)

@@ -1,9 +1,14 @@
-"""The prepared layout in jax.numpy: bytes of the blocks of eight rows, permuted (ffi/ggml/linear/layout.h)."""
+"""Where the rows of a tensor lie in its data, and the prepared layout in jax.numpy (ffi/ggml/linear/layout.h).
+
+Plain data is [..., n, row_bytes]. In prepared data [..., ceil(n / 8), 8 * row_bytes] eight rows are one: their blocks
+at one place of the row lie together, bytes interleaved, so that whole blocks along k are whole pieces of the last axis
+in either layout. Rows of zero bytes fill up the last eight.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,32 +16,79 @@ import numpy as np
 from jaxquant._core import ffi
 from jaxquant.ggml.formats import formats
 
-# Rows of a prepared matrix that lie interleaved: no shard may cut them.
-PREPARED_ROWS = 8
+EIGHT = 8
+
+
+class Layout(NamedTuple):
+    """padding: rows that fill up the last eight of prepared data."""
+
+    prepared: bool = False
+    padding: int = 0
+
+    @property
+    def together(self) -> int:
+        """Rows that lie together, and that no shard may cut."""
+        return EIGHT if self.prepared else 1
+
+    def rows(self, data: Any) -> int:
+        return data.shape[-2] * self.together - self.padding
+
+    def columns(self, data: Any, format: str) -> int:
+        return formats[format].row_size(data.shape[-1] // self.together)
+
+    def units(self, data: Any, format: str) -> dict[str, Any]:
+        """Into how many parts rows and columns may be cut: a shard has whole blocks, and no padding of its own."""
+        size = formats[format].type_size * self.together
+        return {"k": data.shape[-1] // size, "n": 1 if self.padding else data.shape[-2]}
+
+
+def padding_of(n: int) -> int:
+    return -n % EIGHT
 
 
 @functools.cache
 def _places(format: str) -> np.ndarray | None:
-    """Byte i of eight prepared blocks is byte places[i] of the plain ones; None: the layouts are the same."""
+    """Byte i of eight prepared blocks is byte places[i] of the plain ones; None: there is no prepared form."""
     module = ffi.module("cpu")
     assert module is not None
     places = np.asarray(module.ggml_arrangement(formats[format].type_id), np.int32)
-    return None if (places == np.arange(places.size)).all() else places
+    return places if places.size else None
 
 
-def arrange(data: Any, format: str, prepare: bool) -> Any:
-    """data [..., n, row_bytes] from one layout to the other."""
+def has_prepared_form(format: str) -> bool:
+    """Whether a format's decoding gains from it; the others stay plain."""
+    return _places(format) is not None
+
+
+def prepare(data: Any, format: str) -> Any:
+    """Plain data to prepared data."""
     places, size = _places(format), formats[format].type_size
+    assert places is not None
     *lead, n, row_bytes = data.shape
-    eights, blocks = n // PREPARED_ROWS, row_bytes // size
-    if places is None or not eights or not blocks:
-        return data
-    whole = data[..., : eights * PREPARED_ROWS, :]
-    if prepare:
-        tiles = whole.reshape(*lead, eights, PREPARED_ROWS, blocks, size).swapaxes(-2, -3)
-        moved = tiles.reshape(*lead, eights, blocks, PREPARED_ROWS * size)[..., places]
-    else:
-        tiles = whole.reshape(*lead, eights, blocks, PREPARED_ROWS * size)[..., np.argsort(places)]
-        moved = tiles.reshape(*lead, eights, blocks, PREPARED_ROWS, size).swapaxes(-2, -3)
-    moved = moved.reshape(*lead, eights * PREPARED_ROWS, row_bytes)
-    return jnp.concatenate([moved, data[..., eights * PREPARED_ROWS :, :]], axis=-2)
+    eights, blocks = -(-n // EIGHT), row_bytes // size
+    whole = jnp.pad(data, [(0, 0)] * len(lead) + [(0, padding_of(n)), (0, 0)])
+    tiles = whole.reshape(*lead, eights, EIGHT, blocks, size).swapaxes(-2, -3)
+    return tiles.reshape(*lead, eights, blocks, EIGHT * size)[..., places].reshape(*lead, eights, EIGHT * row_bytes)
+
+
+def plain(data: Any, format: str, padding: int) -> Any:
+    """Prepared data to plain data."""
+    places, size = _places(format), formats[format].type_size
+    assert places is not None
+    *lead, eights, all_bytes = data.shape
+    blocks = all_bytes // (EIGHT * size)
+    tiles = data.reshape(*lead, eights, blocks, EIGHT * size)[..., np.argsort(places)]
+    rows = tiles.reshape(*lead, eights, blocks, EIGHT, size).swapaxes(-2, -3)
+    rows = rows.reshape(*lead, eights * EIGHT, all_bytes // EIGHT)
+    return rows[..., : eights * EIGHT - padding, :]
+
+
+def plain_rows(data: Any, ids: Any, format: str) -> Any:
+    """Rows of prepared data [eights, bytes] by number, in plain form; nothing but their eights is looked at."""
+    places, size = _places(format), formats[format].type_size
+    assert places is not None
+    found = jnp.take(data, ids // EIGHT, axis=0, mode="clip")
+    found = found.reshape(*ids.shape, data.shape[-1] // (EIGHT * size), EIGHT * size)
+    of_row = jnp.asarray(np.argsort(places).reshape(EIGHT, size))[ids % EIGHT]
+    rows = jnp.take_along_axis(found, of_row[..., None, :], axis=-1, mode="clip")
+    return rows.reshape(*ids.shape, data.shape[-1] // EIGHT)

@@ -25,7 +25,8 @@ from jaxquant._core.primitive import Axes, Operation, Result, bind, build
 from jaxquant.ggml import reference
 from jaxquant.ggml.codec import FLOATS, batched_front, mapped_size
 from jaxquant.ggml.formats import formats
-from jaxquant.ggml.layout import PREPARED_ROWS, arrange
+from jaxquant.ggml.layout import Layout
+from jaxquant.ggml.layout import plain as plain_data
 from jaxquant.ggml.qtensor import QTensor
 
 
@@ -214,41 +215,34 @@ def _params(name: str, w: QTensor, lhs_qtype: Any, implementation: str | None) -
         raise refuse(name, "lhs_qtype", "jnp.int8 or None", str(lhs_qtype), "None multiplies floats", TypeError)
     return {
         "format": w.format.name,
-        "prepared": w.layout == "prepared",
+        "layout": w._layout,
         "int8": lhs_qtype is not None and not w.format.is_float,
         "implementation": ffi.check_implementation(name, implementation),
     }
 
 
-def _attributes(*, format: str, prepared: bool, int8: bool | None = None) -> dict[str, int]:
-    integers = {"format": formats[format].type_id, "prepared": int(prepared)}
+def _attributes(*, format: str, layout: Layout, int8: bool | None = None) -> dict[str, int]:
+    integers = {"format": formats[format].type_id, "prepared": int(layout.prepared)}
     return integers if int8 is None else {**integers, "int8": int(int8)}
 
 
-def _units(w: Any, format: str, prepared: bool) -> dict[str, Any]:
-    """Whole blocks along k; in a prepared matrix, whole groups of rows, and no cut along k."""
-    if not prepared:
-        return {"k": w.shape[-1] // formats[format].type_size, "n": w.shape[-2]}
-    return {"k": 1, "n": w.shape[-2] // PREPARED_ROWS if w.shape[-2] % PREPARED_ROWS == 0 else 1}
-
-
-def _plain(w: Any, format: str, prepared: bool) -> Any:
-    return arrange(w, format, prepare=False) if prepared else w
+def _plain(w: Any, format: str, layout: Layout) -> Any:
+    return plain_data(w, format, layout.padding) if layout.prepared else w
 
 
 # ------------------------------------------------------------------------------------------------------------- linear
-# x [b or 1, m, k], w [b, n, row_bytes] -> [b, m, n]; dy [b, m, n] -> dx [b, m, k]
+# x [b or 1, m, k], w [b, n, row_bytes] (or prepared) -> [b, m, n]; dy [b, m, n] -> dx [b, m, k]
 
 
-def _linear_axes(x: Any, w: Any, *, format: str, prepared: bool, int8: bool) -> Axes:
+def _linear_axes(x: Any, w: Any, *, format: str, layout: Layout, int8: bool) -> Axes:
     del int8
-    units = {"b": w.shape[0], "m": x.shape[1], **_units(w, format, prepared)}
+    units = {"b": w.shape[0], "m": x.shape[1], **layout.units(w, format)}
     batch = "b" if x.shape[0] == w.shape[0] != 1 else None
     return Axes([(batch, "m", "k"), ("b", "n", "k")], [("b", "m", "n")], units)
 
 
-def _linear_gradient_axes(dy: Any, w: Any, *, format: str, prepared: bool) -> Axes:
-    units = {"b": w.shape[0], "m": dy.shape[1], **_units(w, format, prepared)}
+def _linear_gradient_axes(dy: Any, w: Any, *, format: str, layout: Layout) -> Axes:
+    units = {"b": w.shape[0], "m": dy.shape[1], **layout.units(w, format)}
     return Axes([("b", "m", "n"), ("b", "n", "k")], [("b", "m", "k")], units)
 
 
@@ -273,17 +267,13 @@ def _linear_batch(primitive: Callable[[], Any], shared: bool) -> Callable[..., A
     return batch
 
 
-def _linear_reference(x: Any, w: Any, *, format: str, prepared: bool, int8: bool) -> Any:
+def _linear_reference(x: Any, w: Any, *, format: str, layout: Layout, int8: bool) -> Any:
     del int8
-    return reference.linear(x, _plain(w, format, prepared), format)
+    return reference.linear(x, _plain(w, format, layout), format)
 
 
-def _linear_gradient_reference(dy: Any, w: Any, *, format: str, prepared: bool) -> Any:
-    return reference.linear_dx(dy, _plain(w, format, prepared), format)
-
-
-def _columns(w: Any, format: str) -> int:
-    return formats[format].row_size(w.shape[-1])
+def _linear_gradient_reference(dy: Any, w: Any, *, format: str, layout: Layout) -> Any:
+    return reference.linear_dx(dy, _plain(w, format, layout), format)
 
 
 def _scratch(x: Any, w: Any, ids: Any = None, *, int8: bool = False, **_: Any) -> Result:
@@ -299,7 +289,7 @@ ggml_linear_p = build(
     Operation(
         name="ggml_linear",
         operands=("full", "packed"),
-        results=lambda x, w, **_: [Result("full", (w.shape[0], x.shape[1], w.shape[1]), x.dtype)],
+        results=lambda x, w, *, layout, **_: [Result("full", (w.shape[0], x.shape[1], layout.rows(w)), x.dtype)],
         reference=_linear_reference,
         attributes=_attributes,
         scratch=_scratch,
@@ -313,8 +303,8 @@ ggml_linear_gradient_p = build(
     Operation(
         name="ggml_linear_gradient",
         operands=("full", "packed"),
-        results=lambda dy, w, *, format, **_: [
-            Result("full", (w.shape[0], dy.shape[1], _columns(w, format)), dy.dtype)
+        results=lambda dy, w, *, format, layout: [
+            Result("full", (w.shape[0], dy.shape[1], layout.columns(w, format)), dy.dtype)
         ],
         reference=_linear_gradient_reference,
         attributes=_attributes,
@@ -330,14 +320,14 @@ ggml_linear_gradient_p = build(
 # x [t, 1 or s, k], w [e, n, row_bytes], ids [t, s] -> [t, s, n]; dy [t, s, n] -> dx [t, s, k]
 
 
-def _moe_axes(x: Any, w: Any, ids: Any, *, format: str, prepared: bool, int8: bool) -> Axes:
+def _moe_axes(x: Any, w: Any, ids: Any, *, format: str, layout: Layout, int8: bool) -> Axes:
     del int8
-    units = {"t": ids.shape[0], **_units(w, format, prepared)}
+    units = {"t": ids.shape[0], **layout.units(w, format)}
     return Axes([("t", None, "k"), (None, "n", "k"), ("t", None)], [("t", None, "n")], units)
 
 
-def _moe_gradient_axes(dy: Any, w: Any, ids: Any, *, format: str, prepared: bool) -> Axes:
-    units = {"t": ids.shape[0], **_units(w, format, prepared)}
+def _moe_gradient_axes(dy: Any, w: Any, ids: Any, *, format: str, layout: Layout) -> Axes:
+    units = {"t": ids.shape[0], **layout.units(w, format)}
     return Axes([("t", None, "n"), (None, "n", "k"), ("t", None)], [("t", None, "k")], units)
 
 
@@ -361,20 +351,20 @@ def _moe_batch(primitive: Callable[[], Any]) -> Callable[..., Any]:
     return batch
 
 
-def _moe_reference(x: Any, w: Any, ids: Any, *, format: str, prepared: bool, int8: bool) -> Any:
+def _moe_reference(x: Any, w: Any, ids: Any, *, format: str, layout: Layout, int8: bool) -> Any:
     del int8
-    return reference.moe_linear(x, _plain(w, format, prepared), ids, format)
+    return reference.moe_linear(x, _plain(w, format, layout), ids, format)
 
 
-def _moe_gradient_reference(dy: Any, w: Any, ids: Any, *, format: str, prepared: bool) -> Any:
-    return reference.moe_linear_dx(dy, _plain(w, format, prepared), ids, format)
+def _moe_gradient_reference(dy: Any, w: Any, ids: Any, *, format: str, layout: Layout) -> Any:
+    return reference.moe_linear_dx(dy, _plain(w, format, layout), ids, format)
 
 
 ggml_moe_linear_p = build(
     Operation(
         name="ggml_moe_linear",
         operands=("full", "packed", "scale"),
-        results=lambda x, w, ids, **_: [Result("full", (*ids.shape, w.shape[1]), x.dtype)],
+        results=lambda x, w, ids, *, layout, **_: [Result("full", (*ids.shape, layout.rows(w)), x.dtype)],
         reference=_moe_reference,
         attributes=_attributes,
         scratch=_scratch,
@@ -388,7 +378,9 @@ ggml_moe_linear_gradient_p = build(
     Operation(
         name="ggml_moe_linear_gradient",
         operands=("full", "packed", "scale"),
-        results=lambda dy, w, ids, *, format, **_: [Result("full", (*ids.shape, _columns(w, format)), dy.dtype)],
+        results=lambda dy, w, ids, *, format, layout: [
+            Result("full", (*ids.shape, layout.columns(w, format)), dy.dtype)
+        ],
         reference=_moe_gradient_reference,
         attributes=_attributes,
         scratch=_scratch,

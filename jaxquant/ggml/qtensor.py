@@ -16,6 +16,7 @@ from jaxquant._core.errors import refuse
 from jaxquant._core.primitive import bind
 from jaxquant.ggml import codec
 from jaxquant.ggml.formats import BlockFormat, find
+from jaxquant.ggml.layout import EIGHT, Layout, has_prepared_form, padding_of
 
 LAYOUTS = ("plain", "prepared")
 
@@ -24,35 +25,52 @@ LAYOUTS = ("plain", "prepared")
 class QTensor:
     """Rows of blocks, and what they mean.
 
-    A pytree with one leaf, ``data``: uint8 of shape ``[..., row_bytes]``. The format and the layout are static, and the
-    leading axes are data's own, so ``vmap``, ``scan``, tree maps, shardings and checkpoints treat it like any array.
+    A pytree with one leaf, ``data``: uint8 of shape ``[..., row_bytes]``, or ``[..., ceil(n / 8), 8 * row_bytes]`` in
+    the layout "prepared". The format and the layout are static, and the leading axes are data's own, so ``vmap``,
+    ``scan``, tree maps, shardings and checkpoints treat it like any array.
 
     Attributes:
       data: the bytes.
       format: a `BlockFormat`.
-      layout: "plain", the bytes of GGUF files, or "prepared", those bytes in the order that products prefer.
+      layout: "plain", the bytes of GGUF files, or "prepared", the order that products prefer (see `prepare`).
+      padding: rows of zeros that fill up the last eight of a prepared matrix, 0 to 7.
     """
 
-    def __init__(self, data: Any, format: str | BlockFormat, layout: str = "plain"):
+    def __init__(self, data: Any, format: str | BlockFormat, layout: str = "plain", padding: int = 0):
         self.data = data
         self.format = find("QTensor", format)
         if layout not in LAYOUTS:
             raise refuse("QTensor", "layout", " or ".join(map(repr, LAYOUTS)), repr(layout), "see QTensor.prepare")
-        self.layout = layout
+        prepared = layout == "prepared"
+        if prepared and not has_prepared_form(self.format.name):
+            remedy = f"{self.format.name} has no other layout"
+            raise refuse("QTensor", "layout", "'plain'", repr(layout), remedy)
+        if not 0 <= padding < (EIGHT if prepared else 1):
+            expected = f"0 to {EIGHT - 1} rows" if prepared else "0 in the plain layout"
+            raise refuse("QTensor", "padding", expected, str(padding), "see QTensor.prepare")
+        self._layout = Layout(prepared, padding)
         if getattr(data, "dtype", np.uint8) != np.uint8:
             remedy = "see jaxquant.ggml.quantize, or view the bytes as uint8"
             raise refuse("QTensor", "data", "uint8", str(data.dtype), remedy, TypeError)
 
     def tree_flatten_with_keys(self) -> Any:
-        return [(jax.tree_util.GetAttrKey("data"), self.data)], (self.format, self.layout)
+        return [(jax.tree_util.GetAttrKey("data"), self.data)], (self.format, self._layout)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> QTensor:
         # Leaves may be anything: transformations put specs, axes and shardings there.
         self = object.__new__(cls)
-        self.format, self.layout = static
+        self.format, self._layout = static
         (self.data,) = children
         return self
+
+    @property
+    def layout(self) -> str:
+        return LAYOUTS[self._layout.prepared]
+
+    @property
+    def padding(self) -> int:
+        return self._layout.padding
 
     @classmethod
     def from_bytes(cls, data: Any, format: str | BlockFormat, shape: tuple[int, ...]) -> QTensor:
@@ -93,7 +111,9 @@ class QTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the values."""
-        return (*self.data.shape[:-1], self.format.row_size(self.data.shape[-1]))
+        layout, shape = self._layout, self.data.shape
+        rows = (layout.rows(self.data),) if len(shape) > 1 else ()
+        return (*shape[:-2], *rows, layout.columns(self.data, self.format.name))
 
     @property
     def ndim(self) -> int:
@@ -142,7 +162,7 @@ class QTensor:
         if used > whole:
             remedy = "dequantise to reach into rows" if self.layout == "plain" else "use .plain() to reach single rows"
             raise refuse("QTensor", "index", f"at most {whole} axes of {self.shape}", str(used), remedy)
-        return QTensor(self.data[index], self.format, self.layout)
+        return QTensor(self.data[index], self.format, self.layout, self.padding)
 
     def dequantize(self, dtype: Any = jnp.float32, *, implementation: str | None = None) -> jax.Array:
         """The values, in float32 (ggml's, bit for bit), or rounded from that to float16 or bfloat16. No gradient.
@@ -152,12 +172,14 @@ class QTensor:
         """
         dtype = _check_dtype("dequantize", dtype)
         implementation = ffi.check_implementation("dequantize", implementation)
-        return codec.dequantize(self.plain().data, self.format, dtype, implementation)
+        return codec.dequantize(
+            self.data, format=self.format.name, layout=self._layout, dtype=dtype, implementation=implementation
+        )
 
     def take(self, ids: Any, dtype: Any = jnp.float32, *, implementation: str | None = None) -> jax.Array:
         """Values of the rows ``ids`` (an integer array) of a matrix ``[n, k]``, as for embeddings: ``[*ids.shape, k]``.
 
-        An id outside [0, n) gives a row of zeros.
+        An id outside [0, n) gives a row of zeros. In either layout only the rows that are asked for are looked at.
 
         >>> ggml.quantize(jnp.eye(2, 32), "Q8_0").take(jnp.array([1, 5]))[:, :2].round(2)
         Array([[0., 1.],
@@ -168,12 +190,12 @@ class QTensor:
             raise refuse("take", "tensor", "a matrix [n, k]", str(self.shape), "use jax.vmap for stacked ones")
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise refuse("take", "ids", "integers", ids.dtype.name, "convert them", TypeError)
-        if ids.dtype.itemsize >= 4:
-            ids = jnp.where((ids >= 0) & (ids < self.shape[0]), ids, -1)
+        ids = ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
+        ids = jnp.where((ids >= 0) & (ids < self.shape[0]), ids, -1)
         implementation = ffi.check_implementation("take", implementation)
         rows = codec.take(
-            self.plain().data, ids.reshape(-1).astype(jnp.int32), format=self.format.name, dtype=dtype,
-            implementation=implementation,
+            self.data, ids.reshape(-1).astype(jnp.int32), format=self.format.name, layout=self._layout,
+            dtype=dtype, implementation=implementation,
         )  # fmt: skip
         return rows.reshape(*ids.shape, self.shape[1])
 
@@ -184,41 +206,46 @@ class QTensor:
     def prepare(self) -> QTensor:
         """The same tensor in the order of bytes that products prefer; every operation takes both, with equal results.
 
-        Worth it for weights that are multiplied more than once. Rows are interleaved by eights: leading axes can be
-        indexed and sharded as before, rows only in eights, and the last axis no more. `take` and `dequantize` put the
-        whole tensor back in order first, so keep embeddings plain.
+        Worth it for weights that are multiplied more than once. Rows lie together by eights, those missing in the last
+        one filled up with zeros (`padding`): data is ``[..., ceil(n / 8), 8 * row_bytes]``. Leading axes are indexed
+        and sharded as before, rows in eights (in ``shard_map`` a row count that is a multiple of eight), the last axis
+        in whole blocks. Formats whose decoding would gain nothing stay plain.
 
         >>> ggml.QTensor.zeros((8, 256), "Q4_K").prepare().layout
         'prepared'
         """
-        return self._arrange(prepare=True)
-
-    def plain(self) -> QTensor:
-        """The same tensor in the order of bytes of GGUF files."""
-        return self._arrange(prepare=False)
-
-    def _arrange(self, prepare: bool) -> QTensor:
-        if (self.layout == "prepared") == prepare:
+        if self.layout == "prepared":
             return self
         if self.ndim < 2:
             raise refuse("prepare", "tensor", "a matrix, or several", f"shape {self.shape}", "it has one row")
-        data = bind(
-            codec.ggml_prepare_p, self.data, format=self.format.name, prepare=prepare,
-            implementation=ffi.DEFAULT_IMPLEMENTATION,
-        )  # fmt: skip
-        return QTensor(data, self.format, LAYOUTS[prepare])
+        if not has_prepared_form(self.format.name):
+            return self
+        data = codec.prepare(self.data, self.format.name, ffi.DEFAULT_IMPLEMENTATION)
+        return QTensor(data, self.format, "prepared", padding_of(self.shape[-2]))
+
+    def plain(self) -> QTensor:
+        """The same tensor in the order of bytes of GGUF files."""
+        if self.layout == "plain":
+            return self
+        data = codec.plain(self.data, self.format.name, self._layout, ffi.DEFAULT_IMPLEMENTATION)
+        return QTensor(data, self.format)
 
 
-def _deserialized(static: bytes) -> tuple[BlockFormat, str]:
-    name, layout = static.decode().split()
-    return find("QTensor", name), layout
+def _serialized(static: tuple[BlockFormat, Layout]) -> bytes:
+    format, layout = static
+    return f"{format.name} {LAYOUTS[layout.prepared]} {layout.padding}".encode()
+
+
+def _deserialized(static: bytes) -> tuple[BlockFormat, Layout]:
+    name, layout, padding = static.decode().split()
+    return find("QTensor", name), Layout(layout == "prepared", int(padding))
 
 
 # Exported functions may take and return tensors.
 jax.export.register_pytree_node_serialization(
     QTensor,
     serialized_name="jaxquant.ggml.QTensor",
-    serialize_auxdata=lambda static: f"{static[0].name} {static[1]}".encode(),
+    serialize_auxdata=_serialized,
     deserialize_auxdata=_deserialized,
 )
 

@@ -23,8 +23,8 @@ struct Parameters {
   char* out;
   DType out_type;
   bool out_aligned;  // every tile of the result, to 16 bytes
-  const int32_t* ids;
-  int64_t row_blocks, data_rows, tiles;
+  DequantizeArguments rows;
+  int64_t row_blocks, tiles;
   FastDivider row_tiles;
 };
 
@@ -40,9 +40,32 @@ __device__ __forceinline__ Place PlaceOf(const Parameters& p, int64_t tile) {
   place.row = static_cast<int64_t>(p.row_tiles.Divide(static_cast<uint64_t>(tile)));
   place.first = (tile - place.row * static_cast<int64_t>(p.row_tiles.divisor)) * kBlocks;
   place.count = static_cast<int>(min(static_cast<int64_t>(kBlocks), p.row_blocks - place.first));
-  place.source = p.ids == nullptr ? 0 : p.ids[place.row];
-  if (place.source < 0 || place.source >= p.data_rows) place.source = -1;
+  place.source = p.rows.Source(place.row);
   return place;
+}
+
+// Blocks of a row of eight in the prepared layout (words aligned) to plain ones in shared memory.
+template <typename F>
+__device__ __forceinline__ void CopyPrepared(const uint8_t* eight, int64_t first, int count, int row, uint8_t* to,
+                                             int lane) {
+  constexpr Units kOf = kUnits<F>;
+  constexpr int kLead = kOf.lead != 0, kAll = kLead + kOf.words + (kOf.tail != 0);
+  constexpr int kBytes = static_cast<int>(sizeof(F));
+  const uint8_t* from = eight + first * (kLanes * kBytes);
+#pragma unroll 2
+  for (int i = lane; i < count * kAll; i += kWarp) {
+    const int block = i / kAll, unit = i % kAll, word = unit - kLead;
+    const int offset = unit < kLead ? 0 : kOf.lead + 4 * word;
+    const int size = unit < kLead ? kOf.lead : word < kOf.words ? 4 : kOf.tail;
+    const uint8_t* source = from + kLanes * (block * kBytes + offset) + row * size;
+    uint8_t* target = to + block * kBytes + offset;
+    if (size == 4) {
+      const uint32_t bytes = LoadWords<4>(source).w[0];
+      memcpy(target, &bytes, 4);
+    } else {
+      for (int j = 0; j < size; ++j) target[j] = source[j];
+    }
+  }
 }
 
 // V values as words of a 16-bit type, two each.
@@ -85,8 +108,20 @@ __global__ void __launch_bounds__(kTileWarps* kWarp) DequantizeKernel(Parameters
        tile += static_cast<int64_t>(gridDim.x) * kTileWarps) {
     const Place place = PlaceOf<kBlocks>(p, tile);
     if (place.source >= 0) {
-      const uint8_t* from = p.data + (place.source * p.row_blocks + place.first) * static_cast<int64_t>(sizeof(F));
-      CopyByWarp<kBytes>(from, packed[warp], place.count * static_cast<int>(sizeof(F)), lane);
+      const int64_t row_bytes = p.row_blocks * static_cast<int64_t>(sizeof(F));
+      bool copied = false;
+      if constexpr (kUnits<F>.interleaved) {
+        if (p.rows.prepared) {
+          const int row = static_cast<int>(place.source % kLanes);
+          CopyPrepared<F>(p.data + (place.source - row) * row_bytes, place.first, place.count, row,
+                          reinterpret_cast<uint8_t*>(packed[warp]), lane);
+          copied = true;
+        }
+      }
+      if (!copied) {
+        const uint8_t* from = p.data + place.source * row_bytes + place.first * static_cast<int64_t>(sizeof(F));
+        CopyByWarp<kBytes>(from, packed[warp], place.count * static_cast<int>(sizeof(F)), lane);
+      }
     }
     __syncwarp();
     if (lane * kEach < place.count * F::kBlock) {
@@ -189,7 +224,6 @@ struct Arrangement {
   int64_t n, row_bytes, eights, work;
   bool prepare;
   uint32_t block_bytes, lead, words, tail;
-  int64_t interleaved;  // of n rows, how many
 };
 
 // A thread block takes eight rows of a matrix at a time, a thread a unit of one of them. Rows are its fastest index:
@@ -199,12 +233,10 @@ __global__ void ArrangeKernel(Arrangement p) {
   const int64_t blocks = p.row_bytes / p.block_bytes;
   const int64_t row_in_eight = threadIdx.x % kLanes;
   for (int64_t w = blockIdx.x; w < p.work; w += gridDim.x) {
-    const int64_t first_row = w % p.eights * kLanes, base = (w / p.eights * p.n + first_row) * p.row_bytes;
-    if (first_row >= p.interleaved) {  // these stay as they are
-      const int64_t bytes = min(static_cast<int64_t>(kLanes), p.n - first_row) * p.row_bytes;
-      for (int64_t i = threadIdx.x; i < bytes; i += blockDim.x) p.out[base + i] = p.in[base + i];
-      continue;
-    }
+    const int64_t row = w % p.eights * kLanes + row_in_eight;
+    const int64_t of_plain = (w / p.eights * p.n + row) * p.row_bytes, of_prepared = w * kLanes * p.row_bytes;
+    const bool filling = row >= p.n;
+    if (filling && !p.prepare) continue;
     for (int64_t u = threadIdx.x / kLanes; u < blocks * units; u += blockDim.x / kLanes) {
       const int64_t block = u / units;
       const uint32_t unit = static_cast<uint32_t>(u % units);
@@ -212,10 +244,14 @@ __global__ void ArrangeKernel(Arrangement p) {
       const bool is_lead = p.lead != 0 && unit == 0;
       const uint32_t size = is_lead ? p.lead : word < p.words ? 4 : p.tail;
       const uint32_t offset = is_lead ? 0 : p.lead + 4 * word;
-      const int64_t plain = base + row_in_eight * p.row_bytes + block * p.block_bytes + offset;
-      const int64_t prepared = base + kLanes * (block * p.block_bytes + offset) + row_in_eight * size;
-      const uint8_t* from = p.in + (p.prepare ? plain : prepared);
+      const int64_t plain = of_plain + block * p.block_bytes + offset;
+      const int64_t prepared = of_prepared + kLanes * (block * p.block_bytes + offset) + row_in_eight * size;
       uint8_t* to = p.out + (p.prepare ? prepared : plain);
+      if (filling) {
+        for (uint32_t i = 0; i < size; ++i) to[i] = 0;
+        continue;
+      }
+      const uint8_t* from = p.in + (p.prepare ? plain : prepared);
       if (size == 4 && (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 4 == 0) {
         StoreWords(LoadWords<4>(from), to);
       } else {
@@ -242,11 +278,13 @@ const char* DequantizeOnCuda(const DequantizeArguments& a, CudaStream stream) {
   p.data = a.data;
   p.out = static_cast<char*>(a.out);
   p.out_type = a.out_type;
-  p.ids = a.ids;
-  // Without ids all rows are one.
-  const int64_t rows = a.ids == nullptr ? 1 : a.rows;
-  p.row_blocks = (a.ids == nullptr ? a.rows : 1) * (a.k / a.size.block);
-  p.data_rows = a.ids == nullptr ? 1 : a.data_rows;
+  if (a.prepared && !IsAligned(a.data, 4)) return "prepared data is not aligned to 4 bytes";
+  // Plain rows without ids are one.
+  const bool one = a.ids == nullptr && !a.prepared;
+  const int64_t rows = one ? 1 : a.rows;
+  p.rows = a;
+  if (one) p.rows.n = p.rows.data_n = 1;
+  p.row_blocks = (one ? a.rows : 1) * (a.k / a.size.block);
   p.out_aligned = IsAligned(a.out, 16) && p.row_blocks * a.size.block * SizeOf(a.out_type) % 16 == 0;
   const int64_t tile_blocks = kTile / a.size.block, row_tiles = (p.row_blocks + tile_blocks - 1) / tile_blocks;
   p.row_tiles = FastDivider(row_tiles);
@@ -280,14 +318,13 @@ const char* ArrangeOnCuda(const ArrangeArguments& a, CudaStream stream) {
   p.out = a.out;
   p.n = a.n;
   p.row_bytes = a.k / a.size.block * a.size.bytes;
-  p.eights = (a.n + kLanes - 1) / kLanes;
+  p.eights = EightsOf(a.n);
   p.work = a.matrices * p.eights;
   p.prepare = a.prepare;
   p.block_bytes = static_cast<uint32_t>(a.size.bytes);
   p.lead = static_cast<uint32_t>(units.lead);
   p.words = static_cast<uint32_t>(units.words);
   p.tail = static_cast<uint32_t>(units.tail);
-  p.interleaved = units.interleaved ? a.n / kLanes * kLanes : 0;
   JQ_LAUNCH(ArrangeKernel, GridSize(p.work, 1), kThreads, 0, stream, p);
   return LaunchError();
 }

@@ -138,7 +138,7 @@ void MultiplyUnit(const GroupedArguments& a, const Unit& unit, const Element* x)
   constexpr int kValues = sizeof(Element) == sizeof(float) ? 1 : kSpan;
   const int positions = static_cast<int>(unit.end_position - unit.first_position);
   const int64_t row_bytes = a.k / F::kBlock * static_cast<int64_t>(sizeof(F));
-  const uint8_t* w = a.w + unit.group * a.n * row_bytes;
+  const uint8_t* w = a.Matrix(unit.group, row_bytes);
 
   const int64_t row_elements = a.k / kValues, bytes = positions * static_cast<int64_t>(sizeof(Element));
   int64_t stretches = kActivationBytes / (bytes * kStretch / kValues);
@@ -226,7 +226,7 @@ void GradientUnit(const GroupedArguments& a, const Unit& unit) {
   }
   for (int64_t first = unit.first_column; first < unit.end_column; first += kStretch) {
     const int64_t left = unit.end_column - first;
-    Gradient<F, Real>(a, a.w + unit.group * a.n * row_bytes, first, static_cast<int>(left < kStretch ? left : kStretch),
+    Gradient<F, Real>(a, a.Matrix(unit.group, row_bytes), first, static_cast<int>(left < kStretch ? left : kStretch),
                       positions, dy, dx);
   }
 }

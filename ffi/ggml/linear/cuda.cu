@@ -12,7 +12,8 @@ namespace {
 #define JQ_DIRECT(X) X(Q4_0) X(Q8_0) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_XS) X(MXFP4)
 
 DeviceWeights WeightsOf(const ProductArguments& a) {
-  return {a.type_id, a.prepared, a.w, a.n, a.k, a.k / a.size.block * a.size.bytes};
+  const int64_t row_bytes = a.k / a.size.block * a.size.bytes;
+  return {a.type_id, a.prepared, a.w, a.n, a.k, row_bytes, StoredRows(a.n, a.prepared) * row_bytes};
 }
 
 // Why the arguments are beyond these kernels; XLA's buffers are aligned to more.
@@ -60,7 +61,7 @@ const char* Matmul(const Product& p, CudaStream stream) {
     return whole ? MatmulOf<kRows, kPositions, 32, true, false>(p, stream)
                  : MatmulOf<kRows, kPositions, 16, true, false>(p, stream);
   }
-  if (HasWords(p.w.type_id)) {
+  if (HasPreparedForm(p.w.type_id)) {
     return whole ? MatmulOf<kRows, kPositions, 32, false, false>(p, stream)
                  : MatmulOf<kRows, kPositions, 16, false, false>(p, stream);
   }

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kCalls ? 1 : 2) MatmulKernel(const P
       stage.out_row[thread] = p.groups.OutRow(position);
     }
     if (thread == 0) {
-      stage.matrix = p.w.data + tile.expert * p.w.n * p.w.row_bytes;
+      stage.matrix = p.w.Matrix(tile.expert);
       stage.count = tile.count;
     }
     __syncthreads();

@@ -140,7 +140,6 @@ __device__ __forceinline__ void AddBlockSpan(const BlockView<F, kPlace> (&rows)[
 
 // Spans whose loads are asked for at once: a chunk's, where 128 registers hold them.
 JQ_HOST_DEVICE constexpr int UnrollOf(Place place, int positions, size_t block_bytes) {
-  if (place == Place::kEither) return 1;
   return positions > kTilePositions                                   ? 2
          : place == Place::kInterleaved && block_bytes < sizeof(Q5_K) ? kSpans
                                                                       : kSpans / 2;
@@ -191,12 +190,10 @@ struct Direct {
                                              Sums<kPositions>& out) {
     const int last = static_cast<int>(p.w.n) - 1, g = Opaque(first_row + lane / 4);
     const int row[2] = {g < last ? g : last, g + 8 < last ? g + 8 : last};
-    if (!p.w.prepared) {
-      AddWith<Place::kPlain, kPositions>(p, matrix, row, chunk, lane % 4, x, out);
-    } else if (first_row + kTileRows <= p.w.n && HasAlignedWords<F>(matrix)) {
+    if (p.w.prepared) {
       AddWith<Place::kInterleaved, kPositions>(p, matrix, row, chunk, lane % 4, x, out);
     } else {
-      AddWith<Place::kEither, kPositions>(p, matrix, row, chunk, lane % 4, x, out);
+      AddWith<Place::kPlain, kPositions>(p, matrix, row, chunk, lane % 4, x, out);
     }
   }
 };
@@ -283,7 +280,7 @@ __global__ void __launch_bounds__(Source::kWarps * 32, Source::kBlocks) MatvecKe
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int chunks = static_cast<int>((p.x.spans + kSpans - 1) / kSpans);
   ForEachTile(p.groups, (p.w.n + kTileRows - 1) / kTileRows, [&](const Tile& tile, int64_t column) {
-    const uint8_t* matrix = p.w.data + tile.expert * p.w.n * p.w.row_bytes;
+    const uint8_t* matrix = p.w.Matrix(tile.expert);
     const int first_row = static_cast<int>(column * kTileRows);
     if (thread < kPositions) {  // positions beyond the tile's stand for its first
       const int64_t position = tile.first + (thread < tile.count ? thread : 0);

@@ -64,12 +64,10 @@ __device__ __forceinline__ void StoreWordwise(const Row& row, int64_t span, cons
 template <typename F>
 __device__ __forceinline__ void StoreSpanOf(const Row& row, int64_t span, const SpanTarget& to) {
   if constexpr (kUnits<F>.interleaved) {
-    if (!row.interleaved) {
-      StoreWordwise<F, Place::kPlain>(row, span, to);
-    } else if (HasAlignedWords<F>(row.matrix)) {
+    if (row.interleaved) {
       StoreWordwise<F, Place::kInterleaved>(row, span, to);
     } else {
-      StoreWordwise<F, Place::kEither>(row, span, to);
+      StoreWordwise<F, Place::kPlain>(row, span, to);
     }
   } else {
     StoreDecoded<F>(row, span, to);
@@ -104,16 +102,6 @@ JQ_HOST_DEVICE constexpr bool HasOffset(int type_id) {
   switch (type_id) {
 #define JQ_CASE(F) \
   case F::kId: return Decoder<F>::kOffset;
-    JQ_GGML_QUANTISED(JQ_CASE)
-#undef JQ_CASE
-    default: return false;
-  }
-}
-// Whether there is a prepared form, and with it CodeWords.
-JQ_HOST_DEVICE constexpr bool HasWords(int type_id) {
-  switch (type_id) {
-#define JQ_CASE(F) \
-  case F::kId: return kUnits<F>.interleaved;
     JQ_GGML_QUANTISED(JQ_CASE)
 #undef JQ_CASE
     default: return false;

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 2) ValueKernel(const ValueProduct p)
   const int own_column = thread % Shared::kThreadColumns, own_position = thread / Shared::kThreadColumns;
   const int64_t columns = kGradient ? p.w.k : p.w.n, depth = kGradient ? p.w.n : p.w.k;
   ForEachTile(p.groups, (columns + kColumns - 1) / kColumns, [&](const Tile& tile, int64_t block) {
-    const uint8_t* matrix = p.w.data + tile.expert * p.w.n * p.w.row_bytes;
+    const uint8_t* matrix = p.w.Matrix(tile.expert);
     const int64_t first_column = block * kColumns;
     if (thread < kPositions) {
       stage.x_row[thread] = p.groups.XRow(tile.first + (thread < tile.count ? thread : 0)) * depth;

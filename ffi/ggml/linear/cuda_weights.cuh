@@ -25,16 +25,19 @@ struct DeviceWeights {
   bool prepared;
   const uint8_t* data;
   int64_t n, k, row_bytes;
+  int64_t matrix_bytes;
+
+  __device__ __forceinline__ const uint8_t* Matrix(int64_t expert) const { return data + expert * matrix_bytes; }
 };
 
 // A row of a matrix.
 struct Row {
   const uint8_t* matrix;
   int64_t row, row_bytes;
-  bool interleaved;  // with those of its eight, where the format has a prepared form
+  bool interleaved;  // with those of its eight
 };
 __device__ __forceinline__ Row RowOf(const DeviceWeights& w, const uint8_t* matrix, int64_t row) {
-  return {matrix, row, w.row_bytes, w.prepared && row / kLanes * kLanes + kLanes <= w.n};
+  return {matrix, row, w.row_bytes, w.prepared};
 }
 
 // ---- The bytes of a block
@@ -60,14 +63,8 @@ __device__ __forceinline__ uint32_t LoadWord(const uint8_t* from) {
   }
 }
 
-// How a block lies, as far as it is known when compiling. Interleaved words are aligned, except in matrices of an odd
-// number of rows behind others.
-enum class Place { kPlain, kInterleaved, kEither };
-
-template <typename F>
-__device__ __forceinline__ bool HasAlignedWords(const uint8_t* matrix) {
-  return kAlignment<F> == 4 || reinterpret_cast<uintptr_t>(matrix) % 4 == 0;
-}
+// How a block lies. Eight interleaved rows have eight times the bytes of one: their words are aligned.
+enum class Place { kPlain, kInterleaved };
 
 // A block of a format that has a prepared form.
 template <typename F, Place kPlace>
@@ -77,22 +74,20 @@ class BlockView {
 
   // The first block of a row.
   __device__ __forceinline__ explicit BlockView(const Row& row) {
-    if (kPlace == Place::kInterleaved || (kPlace == Place::kEither && row.interleaved)) {
+    if (kPlace == Place::kInterleaved) {
       const int i = static_cast<int>(row.row % kLanes);
       const uint8_t* block = row.matrix + (row.row - i) * row.row_bytes;
       lead_ = block + i * kOf.lead;
       words_ = block + kLanes * kOf.lead + 4 * i;
       tail_ = block + kLanes * (kOf.lead + 4 * kOf.words) + i * kOf.tail;
-      stride_ = 4 * kLanes;
     } else {
       lead_ = row.matrix + row.row * row.row_bytes;
       words_ = lead_ + kOf.lead;
       tail_ = words_ + 4 * kOf.words;
-      stride_ = 4;
     }
   }
   __device__ __forceinline__ BlockView At(int64_t b) const {
-    const int64_t skip = b * static_cast<int64_t>(sizeof(F)) * (Stride() / 4);
+    const int64_t skip = b * static_cast<int64_t>(sizeof(F)) * (kStride / 4);
     BlockView view = *this;
     view.lead_ += skip;
     view.words_ += skip;
@@ -101,19 +96,16 @@ class BlockView {
   }
 
   __device__ __forceinline__ uint32_t Word(int i) const {
-    return LoadWord<kPlace == Place::kInterleaved ? 4 : kAlignment<F>>(words_ + Stride() * i);
+    return LoadWord<kPlace == Place::kInterleaved ? 4 : kAlignment<F>>(words_ + kStride * i);
   }
   __device__ __forceinline__ uint32_t Byte(int i) const { return Word(i / 4) >> (i % 4 * 8) & 255; }
   __device__ __forceinline__ const uint8_t* lead() const { return lead_; }
   __device__ __forceinline__ const uint8_t* tail() const { return tail_; }
 
  private:
-  __device__ __forceinline__ int Stride() const {
-    return kPlace == Place::kPlain ? 4 : kPlace == Place::kInterleaved ? 4 * kLanes : stride_;
-  }
+  static constexpr int kStride = kPlace == Place::kPlain ? 4 : 4 * kLanes;  // from a word to the next
 
   const uint8_t *lead_, *words_, *tail_;
-  int stride_;  // from a word to the next
 };
 
 __device__ __forceinline__ float LowHalf(uint32_t word) {

@@ -15,13 +15,14 @@
 #include <vector>
 
 #include "ffi/common/numeric.h"
+#include "ffi/ggml/linear/layout.h"
 
 namespace jq {
 namespace ggml {
 
 enum class Layout : int {
   kPlain,     // GGML's: rows of blocks
-  kPrepared,  // layout.h: the same bytes, those of eight rows interleaved
+  kPrepared,  // layout.h
 };
 
 struct GroupedArguments {
@@ -37,6 +38,10 @@ struct GroupedArguments {
   const int64_t* x_row;        // null: p itself
   const int64_t* out_row;      // null: p itself
   void* out;                   // of x_type; rows that no p names stay as they are
+
+  const uint8_t* Matrix(int64_t expert, int64_t row_bytes) const {
+    return w + expert * StoredRows(n, layout == Layout::kPrepared) * row_bytes;
+  }
 };
 
 // How a product or gradient is cut into units of work. Results do not depend on it.

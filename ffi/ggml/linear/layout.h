@@ -1,19 +1,22 @@
 // The prepared layout: a matrix's rows in eights, and of eight rows the blocks at one place of the row together, in
 // units of four bytes that alternate between the rows: a 32-byte load then holds the same four bytes of eight blocks,
 // the form in which the kernels decode. Blocks whose size is no multiple of four have a shorter unit before or behind
-// the others. Nothing is added or lost. The last rows, fewer than eight, stay plain, as do the formats whose decoding
-// gains nothing.
+// the others. Rows of zeros fill up the last eight. A matrix may be cut along k in whole blocks, as in the plain form.
+// Formats whose decoding gains nothing have no prepared form.
 #pragma once
 
 #include <cstdint>
 
 #include "ffi/ggml/formats.h"
-#include "ffi/ggml/linear/kernels.h"
 
 namespace jq {
 namespace ggml {
 
 constexpr int kLanes = 8;  // rows that one vector holds
+
+constexpr int64_t EightsOf(int64_t n) { return (n + kLanes - 1) / kLanes; }
+// Rows of a matrix of n that lie in memory.
+constexpr int64_t StoredRows(int64_t n, bool prepared) { return prepared ? EightsOf(n) * kLanes : n; }
 
 struct Units {
   bool interleaved;
@@ -47,13 +50,22 @@ JQ_INTERLEAVED(MXFP4, 1)
 JQ_INTERLEAVED(NVFP4, 0)
 #undef JQ_INTERLEAVED
 
-// Whether a type id has a prepared form; the others' prepared form is the plain one.
-bool HasPreparedForm(int type_id);
+JQ_HOST_DEVICE constexpr bool HasPreparedForm(int64_t type_id) {
+  switch (type_id) {
+#define JQ_CASE(F) \
+  case F::kId: return kUnits<F>.interleaved;
+    JQ_GGML_FORMATS(JQ_CASE)
+#undef JQ_CASE
+    default: return false;
+  }
+}
 
-// Converts rows [begin, end) of a matrix of n rows of k values, both limits multiples of eight or n. False: an unknown
-// type id.
-bool ToPrepared(int type_id, const uint8_t* plain, uint8_t* prepared, int64_t n, int64_t k, int64_t begin, int64_t end);
-bool ToPlain(int type_id, const uint8_t* prepared, uint8_t* plain, int64_t n, int64_t k, int64_t begin, int64_t end);
+// Converts up to eight rows of k values. False: a type id without a prepared form.
+bool ToPrepared(int type_id, const uint8_t* plain, uint8_t* prepared, int rows, int64_t k);
+bool ToPlain(int type_id, const uint8_t* prepared, uint8_t* plain, int rows, int64_t k);
+
+// Blocks [first, first + count) of one row of eight.
+void ToPlainBlocks(int type_id, const uint8_t* prepared, int row, int64_t first, int64_t count, uint8_t* plain);
 
 }  // namespace ggml
 }  // namespace jq

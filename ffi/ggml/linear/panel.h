@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ffi/ggml/linear/kernels.h"
 #include "ffi/ggml/linear/lanes.h"
 #include "ffi/ggml/linear/row_codes.h"
 
@@ -71,9 +72,10 @@ template <typename F>
 class Rows {
  public:
   JQ_INLINE Rows(const uint8_t* w, Layout layout, int64_t n, int64_t k, int64_t row)
-      : interleaved_(layout == Layout::kPrepared && kUnits<F>.interleaved && row + kLanes <= n) {
+      : interleaved_(kUnits<F>.interleaved && layout == Layout::kPrepared) {
     const int64_t row_bytes = k / F::kBlock * static_cast<int64_t>(sizeof(F));
     next_ = kLanes * row_bytes;
+    if (interleaved_) n = StoredRows(n, true);
     for (int i = 0; i < kLanes; ++i) rows_[i] = w + (row + i < n ? row + i : n - 1) * row_bytes;
   }
 
