@@ -1,7 +1,6 @@
-"""Prints a hash of the bits of every output of the block formats, as JSON; a fresh process of test_machines.py."""
+"""A hash of the bits of every output of the block formats."""
 
 import hashlib
-import json
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +55,7 @@ def digest(a):
     return hashlib.sha256(a.tobytes()).hexdigest()[:16]
 
 
-def main():
+def every_hash():
     imatrix = (np.random.default_rng(3).standard_normal(SIZE) ** 2).astype(np.float32)
     every = jax.jit(quantised)(values(ROWS, SIZE, seed=1), imatrix)
     w = jax.jit(quantised)(np.random.default_rng(4).standard_normal((ROWS, SIZE)).astype(np.float32), imatrix)
@@ -64,8 +63,4 @@ def main():
     products = jax.jit(lambda ws, x, dy: {name: multiplied(name, ws[name], x, dy) for name in ws})
     every = {"codec": every, "products": products({name: w[name]["imatrix"] for name in PRODUCTS}, x, dy)}
     leaves = jax.tree_util.tree_flatten_with_path(every)[0]
-    print(json.dumps({jax.tree_util.keystr(path): digest(leaf) for path, leaf in leaves}))
-
-
-if __name__ == "__main__":
-    main()
+    return {jax.tree_util.keystr(path): digest(leaf) for path, leaf in leaves}

@@ -1,10 +1,9 @@
-"""Prints a hash of the bits of every affine output, as JSON; run in a fresh process by test_machines.py.
+"""A hash of the bits of every affine output.
 
 What an instruction set, a thread count or a flag could change shows as a different hash.
 """
 
 import hashlib
-import json
 
 import calls
 import granularities
@@ -33,7 +32,7 @@ def stochastic(keywords):
     return call
 
 
-def main():
+def every_hash():
     large = granularities.Granularity("large", (515, 2053), (515,), axis=0)
     one_scale = granularities.Granularity("one_scale", (1_060_001,), ())
     chosen = [
@@ -57,8 +56,4 @@ def main():
             outputs["stochastic"] = drawn(x, operands.scale, operands.zero_point, operands.dy)
         for name, value in outputs.items():
             hashes[f"{granularity} {dtype} {qtype} {name}"] = [digest(leaf) for leaf in jax.tree.leaves(value)]
-    print(json.dumps(hashes))
-
-
-if __name__ == "__main__":
-    main()
+    return hashes

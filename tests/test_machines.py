@@ -1,5 +1,5 @@
-"""One set of bits for every instruction set and thread count: each variant is a fresh process over a script that
-prints hashes of all outputs, of the affine half, the block formats or integer products."""
+"""One set of bits for every instruction set and thread count: each variant is a fresh process that hashes all outputs of
+the affine half, the block formats, integer and weight-only products."""
 
 import functools
 import json
@@ -11,7 +11,11 @@ import sys
 
 import pytest
 
-SCRIPTS = ("output_hashes.py", "ggml_output_hashes.py", "matmul_output_hashes.py", "weight_only_hashes.py")
+PROGRAM = """
+import json, ggml_output_hashes, matmul_output_hashes, output_hashes, weight_only_hashes
+families = (output_hashes, ggml_output_hashes, matmul_output_hashes, weight_only_hashes)
+print(json.dumps({f"{f.__name__}: {name}": value for f in families for name, value in f.every_hash().items()}))
+"""
 
 
 @functools.cache
@@ -21,11 +25,13 @@ def cpu_flags():
 
 
 @functools.cache
-def hashes(script, isa=None, cpus=None):
+def hashes(isa=None, cpus=None):
     environment = {name: value for name, value in os.environ.items() if name not in ("JAXQUANT_ISA", "XLA_FLAGS")}
     if isa is not None:
         environment["JAXQUANT_ISA"] = isa
-    command = [sys.executable, str(pathlib.Path(__file__).parent / script)]
+    here = str(pathlib.Path(__file__).parent)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", "-c", PROGRAM]
     if cpus is not None:
         command = ["taskset", "-c", cpus, *command]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -45,16 +51,14 @@ pytestmark = pytest.mark.xdist_group("machines")
 NEEDED = {"portable": set(), "v2": {"sse4_2"}, "v3": {"avx2", "fma", "f16c"}, "v4": {"avx512f", "avx512bw", "avx512vl"}}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("isa", NEEDED)
-def test_instruction_sets(isa, script):
+def test_instruction_sets(isa):
     if not NEEDED[isa] <= cpu_flags():
         pytest.skip(f"this CPU has no x86-64-{isa}")
-    assert_equal_hashes(hashes(script, isa), hashes(script))
+    assert_equal_hashes(hashes(isa), hashes())
 
 
 @pytest.mark.skipif(shutil.which("taskset") is None, reason="taskset is missing")
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_one_thread(script):
+def test_one_thread():
     cpu = str(min(os.sched_getaffinity(0)))
-    assert_equal_hashes(hashes(script, cpus=cpu), hashes(script))
+    assert_equal_hashes(hashes(cpus=cpu), hashes())

@@ -1,13 +1,11 @@
-"""Prints a hash of the bits of weight-only products, as JSON; run in a fresh process by test_machines.py."""
-
-import json
+"""A hash of the bits of weight-only products."""
 
 import jax
 from output_hashes import digest
 from weight_only_cases import TYPES, gradient, matmul, matrix, normal
 
 
-def main():
+def every_hash():
     hashes = {}
     for qtype in TYPES:
         for k, n, groups, zero_point, rows in ((768, 200, 6, True, 70), (130, 33, 1, False, 5), (30, 17, 3, True, 3)):
@@ -17,8 +15,4 @@ def main():
                 name = f"{qtype} {k} {n} {layout}"
                 hashes[name] = digest(jax.jit(lambda x, w=w, layout=layout: matmul(x, w, layout))(x))
                 hashes[f"{name} gradient"] = digest(jax.jit(lambda y, w=w, layout=layout: gradient(y, w, layout))(dy))
-    print(json.dumps(hashes))
-
-
-if __name__ == "__main__":
-    main()
+    return hashes
