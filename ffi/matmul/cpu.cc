@@ -35,12 +35,10 @@ int32_t SumOf(const Code* codes, int64_t count) {
   return static_cast<int32_t>(sum);
 }
 
-void ShiftedCodes(const uint8_t* from, bool is_signed, int32_t shift, int64_t count, Code* to) {
-  if (is_signed) {
-    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<Code>(static_cast<int8_t>(from[i]) - shift);
-  } else {
-    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<Code>(from[i] - shift);
-  }
+template <typename From>
+void ShiftedCodes(const uint8_t* from, int32_t shift, int64_t count, Code* to) {
+  const Code by = static_cast<Code>(shift);  // as narrow as the codes, so that the loop is
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<Code>(static_cast<From>(from[i]) - by);
 }
 
 void Prepare(const ProductArguments& a, const Plan& plan, uint8_t* shared, int64_t begin, int64_t end) {
@@ -55,7 +53,7 @@ void Prepare(const ProductArguments& a, const Plan& plan, uint8_t* shared, int64
     const Code* group = reinterpret_cast<const Code*>(from);
     if (!plan.a_in_place) {
       Code* to = codes + i * plan.group_codes;
-      ShiftedCodes(from, a.a_signed, plan.a_shift, plan.group_size, to);
+      (a.a_signed ? ShiftedCodes<int8_t> : ShiftedCodes<uint8_t>)(from, plan.a_shift, plan.group_size, to);
       for (int64_t j = plan.group_size; j < plan.group_codes; ++j) to[j] = 0;
       group = to;
     }
@@ -130,7 +128,10 @@ class Unit {
     } else {
       s.panel_stride = (end - begin) * group_bytes + kPanelBytes;  // no power of two: panels in sets of their own
       for (int64_t group = begin; group < end; ++group) {
-        const auto pack = a_.w.prepared ? PackPrepared : PackRows;
+        const auto pack = a_.w.prepared    ? PackPrepared
+                          : a_.w.bits == 8 ? PackRows<8>
+                          : a_.w.bits == 4 ? PackRows<4>
+                                           : PackRows<2>;
         pack(a_, w_, group * plan_.group_size, plan_.group_size, first, s.words, panel_, panels_,
              packed_ + (group - begin) * group_bytes, s.panel_stride);
       }
@@ -139,14 +140,13 @@ class Unit {
     if (ends) LoadColumns(begin, end);
     Tile tile;
     FloatTile t;
-    for (int64_t panel = 0; panel < panels_;) {
-      const int64_t rows_at_once = std::min<int64_t>(rows_ + plan_.column_sums, kRowsAtOnce);
-      const int most = MostPanels(bits, static_cast<int>(rows_at_once));
-      const int panel_count = static_cast<int>(std::min<int64_t>(most, panels_ - panel));
-      for (int64_t row = 0; row < rows_;) {
-        // The first rows come with one of ones, which sums the columns of w.
-        const bool ones = plan_.column_sums && row == 0;
-        const int row_count = static_cast<int>(std::min<int64_t>(kRowsAtOnce - ones, rows_ - row));
+    for (int64_t row = 0; row < rows_;) {
+      // The first rows come with one of ones, which sums the columns of w.
+      const bool ones = plan_.column_sums && row == 0;
+      const int row_count = static_cast<int>(std::min<int64_t>(kRowsAtOnce - ones, rows_ - row));
+      const int most = MostPanels(bits, row_count + ones);
+      for (int64_t panel = 0; panel < panels_;) {
+        const int panel_count = static_cast<int>(std::min<int64_t>(most, panels_ - panel));
         const Place at = PlaceOf(row, row_count, panel, panel_count);
         if (!starts) Restore(sums_, row, at, tile);
         if (begin != 0 && ends) Restore(totals_, row, at, t);
@@ -169,9 +169,9 @@ class Unit {
         }
         if (!ends) Save(sums_, row, at, tile);
         if (ends && end != a_.groups) Save(totals_, row, at, t);
-        row += row_count;
+        panel += panel_count;
       }
-      panel += panel_count;
+      row += row_count;
     }
   }
 

@@ -9,8 +9,9 @@ namespace matmul {
 namespace {
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kFewRows = 4;    // that row kernels take
-constexpr int64_t kSomeRows = 64;  // for which packing a panel is still much of the work
+constexpr int64_t kFewRows = 4;  // that row kernels take
+constexpr int64_t kRows = 256;   // of a unit
+constexpr int64_t kNarrow = 12;  // panels, with many rows of a beside them
 
 int64_t RoundUp(int64_t n, int64_t to) { return CeilDivide(n, to) * to; }
 
@@ -28,20 +29,19 @@ Plan MakePlan(const ProductArguments& a, const Traits& traits, int64_t threads) 
   plan.row_sums = WeightShift(a.w) != 0 || a.w_zero_point != nullptr;
   plan.column_sums = plan.a_shift != 0 || a.a_zero_point != nullptr;
 
-  // Blocks that stay in a core's second cache: packed panels, their sums, and the rows of a. With few rows wide blocks,
-  // so that rows of w are read in long stretches.
+  // Blocks that stay in a core's second cache: packed panels, their sums, and the rows of a. Wide ones, so that rows of
+  // w are read in long stretches.
   const int64_t panels = std::max<int64_t>(1, PanelCount(a.n));
-  int64_t most_panels = 12, most_codes = 1024;
-  plan.rows_per_unit = std::min<int64_t>(a.m, 256);
+  int64_t most_panels = 32, most_codes = 1024;
+  plan.rows_per_unit = std::min(a.m, kRows);
   if (plan.direct) {
+    most_panels = kNarrow;
     most_codes = 8192;
   } else if (plan.row_kernel) {
     most_panels = 128;
-  } else if (a.m <= kSomeRows) {
-    most_panels = 36;
-    most_codes = 512;
-  } else if (a.k <= most_codes) {
-    plan.rows_per_unit = std::min<int64_t>(a.m, 1024);  // no sums wait for a second chunk
+  } else if (a.m > kRows && a.k <= most_codes) {
+    most_panels = kNarrow;
+    plan.rows_per_unit = std::min(a.m, 4 * kRows);  // no sums wait for a second chunk
   }
   plan.panels_per_unit = std::min(plan.row_kernel ? RoundUp(panels, 4) : panels, most_panels);
   plan.chunk_codes = plan.group_codes <= most_codes && plan.group_codes > 0
@@ -53,14 +53,18 @@ Plan MakePlan(const ProductArguments& a, const Traits& traits, int64_t threads) 
     plan.units = a.batch * plan.row_units * plan.panel_units;
   };
   count();
-  // Several units for each thread, so that they end together; of whole tiles.
   if (plan.row_kernel) {
-    // One for each: half as wide, rows of w are read in pieces too short for the prefetchers.
+    // One for each thread: half as wide, rows of w are read in pieces too short for the prefetchers.
     plan.panels_per_unit = std::min(plan.panels_per_unit, RoundUp(CeilDivide(panels, threads), 4));
     count();
-  }
-  while (!plan.row_kernel && threads > 1 && plan.units < 4 * threads && plan.panels_per_unit > 12) {
-    plan.panels_per_unit = std::max<int64_t>(12, CeilDivide(plan.panels_per_unit, 24) * 12);
+  } else if (threads > 1) {
+    // The width at which the thread with the most panels has the fewest.
+    const auto most_of_a_thread = [&](int64_t width) {
+      return CeilDivide(a.batch * plan.row_units * CeilDivide(panels, width), threads) * width;
+    };
+    for (int64_t width = most_panels - 4; width > 0; width -= 4) {
+      if (most_of_a_thread(width) < most_of_a_thread(plan.panels_per_unit)) plan.panels_per_unit = width;
+    }
     count();
   }
   while (threads > 1 && plan.units < 2 * threads && plan.rows_per_unit > 32) {

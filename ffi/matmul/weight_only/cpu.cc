@@ -147,17 +147,19 @@ class UnitProduct {
       for (int i = 0; i < length; i += kWordCodes, at += 4 * kPanel) {
         const int count = length - i < kWordCodes ? length - i : kWordCodes;
         int p = 0;
-#if defined(__SSE2__)
         if (!codes_.prepared && count == kWordCodes) {
           const uint8_t* from = codes_.data + (row + i) * codes_.RowBytes() + column * bits / 8;
           const int whole = (unit_.columns - panel * kPanel) / kPanel;
           for (; p + kQuad <= panels && p + kQuad <= whole; p += kQuad, from += kQuad * kPanel * bits / 8) {
-            for (int j = 0; j < kWordCodes; ++j) __builtin_prefetch(from + (kRowsAhead + j) * codes_.RowBytes());
-            InterleaveFourPanels<bits>(from, codes_.RowBytes(), codes_.is_signed ? codes_.Offset() : 0,
-                                       gathered_[p] + at, sizeof(gathered_[0]));
+            const uint8_t* rows[kWordCodes];
+            for (int j = 0; j < kWordCodes; ++j) {
+              rows[j] = from + j * codes_.RowBytes();
+              __builtin_prefetch(rows[j] + kRowsAhead * codes_.RowBytes());
+            }
+            matmul::JQ_ISA::InterleaveFourPanels<bits>(rows, codes_.is_signed ? codes_.Offset() : 0, gathered_[p] + at,
+                                                       sizeof(gathered_[0]));
           }
         }
-#endif
         for (; p < panels; ++p) {
           const int64_t first = column + p * kPanel, left = unit_.first_column + unit_.columns - first;
           Gather<bits>(codes_, row + i, count, first, static_cast<int>(left < kPanel ? left : kPanel), &four);
