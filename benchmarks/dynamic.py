@@ -97,10 +97,11 @@ def cases(quick: bool = False, only: str = "") -> list[harness.Case]:
         row("choose per token, f32", lambda x: jaxquant.choose_qparams(x, PerToken()).scale,
             lambda x: jnp.max(jnp.abs(x), -1) / 127, x, 4 * n),
     ]  # fmt: skip
-    for tokens in (1, 16, 256):
-        few = x[:tokens]
-        contenders = {"ours": jax.jit(ours), "jnp": jax.jit(jnp_quantize)}
-        rows.append(harness.Case(f"per token to int8, f32, {tokens} x {side}", contenders, (few,), repeat=20))
+    for tokens in (1, 16, 256, 1024):
+        for few in (x[:tokens], narrow[:tokens]):
+            contenders = {"ours": jax.jit(ours), "jnp": jax.jit(jnp_quantize)}
+            name = f"per token to int8, {'f32' if few.dtype == x.dtype else 'bf16'}"
+            rows.append(harness.Case(f"{name}, {tokens} x {side}", contenders, (few,), repeat=max(1, 320 // tokens)))
     return [r for r in rows if all(word in r.name for word in only.split())]
 
 

@@ -36,6 +36,7 @@ class Case:
     targets: dict[str, float] = field(default_factory=dict)
     least_runs: int = 15
     repeat: int = 1  # calls in one timing, for work of microseconds
+    warm: int = 0  # calls before each timing: after a pause, processors and threads take milliseconds to wake
     # Entered outside the timing: a peer whose threads look for work between its calls would slow down the others'.
     around: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = field(default_factory=dict)
 
@@ -50,6 +51,8 @@ def measure(case: Case) -> dict[str, float]:
         function = case.contenders[name]
         operands = state[name]
         with case.around.get(name, contextlib.nullcontext)():
+            for _ in range(case.warm):
+                jax.block_until_ready(function(*operands))
             start = time.perf_counter()
             for _ in range(case.repeat):
                 out = function(*operands)

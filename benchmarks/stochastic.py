@@ -59,7 +59,7 @@ def cases(quick: bool = False, only: str = "") -> list[harness.Case]:
 
     def row(name: str, ours: Any, theirs: Any, operands: tuple[Any, ...], **more: Any) -> harness.Case:
         contenders = {"jaxquant": jax.jit(ours), "jax.numpy": jax.jit(theirs), **more}
-        return harness.Case(name, contenders, operands, targets=pair, least_runs=15)
+        return harness.Case(name, contenders, operands, targets=pair, least_runs=15, warm=1)
 
     size = f"{side * side >> 20}M"
     nearest = jax.jit(lambda x, s, k: jaxquant.quantize(x, s))

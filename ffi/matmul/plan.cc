@@ -57,8 +57,8 @@ Plan MakePlan(const ProductArguments& a, const Traits& traits, int64_t threads) 
     // One for each thread: half as wide, rows of w are read in pieces too short for the prefetchers.
     plan.panels_per_unit = std::min(plan.panels_per_unit, RoundUp(CeilDivide(panels, threads), 4));
     count();
-  } else if (threads > 1) {
-    // The width at which the thread with the most panels has the fewest.
+  } else if (threads > 1 && plan.units < 8 * threads) {
+    // The width at which the thread with the most panels has the fewest; many units even out by themselves.
     const auto most_of_a_thread = [&](int64_t width) {
       return CeilDivide(a.batch * plan.row_units * CeilDivide(panels, width), threads) * width;
     };

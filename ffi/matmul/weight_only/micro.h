@@ -141,7 +141,8 @@ __attribute__((noinline)) void Multiply(const uint8_t* const* strips, int flip, 
       Bytes packed[S];
 #pragma GCC unroll 4
       for (int s = 0; s < S; ++s) {
-        __builtin_prefetch(codes[s] + word * (4 * kPanel) + ahead);
+        // To the second cache: the first one has too few lines in flight to keep the memory busy.
+        __builtin_prefetch(codes[s] + word * (4 * kPanel) + ahead, 0, 2);
         packed[s] = Xor(LoadBytes(codes[s] + word * (4 * kPanel)), flipped);
       }
 #pragma GCC unroll 4
