@@ -224,7 +224,7 @@ __attribute__((noinline)) void MultiplyDirectly(const Rows<F>& rows, int64_t blo
   LoadSums(sums, out);
   for (int64_t b = 0; b < blocks; ++b) {
     alignas(64) uint8_t buffer[kLanes * sizeof(F)];
-    rows.Prefetch(b);
+    rows.Prefetch(b, kUnits<F>.tail != 0 ? kDirectAhead : 0);
     const Lanes<F> w[1] = {Lanes<F>(rows.Prepared(b, buffer))};
 #pragma GCC unroll 8
     for (int s = 0; s < F::kBlock / kSpan; ++s) {

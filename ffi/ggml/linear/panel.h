@@ -114,16 +114,16 @@ class Rows {
     return buffer;
   }
 
-  // Asks for what will be read some time after block b. The hardware does not foresee the order in which a block is
-  // read whose scale comes last, and rows that are read eight at a time end before it has seen the pattern. To the
-  // second cache and far ahead: the first one has too few lines in flight to keep the memory busy.
-  JQ_INLINE void Prefetch(int64_t b) const {
-    constexpr int64_t kLine = 64, kBytes = sizeof(F), kAhead = 8192;
+  // Asks for what will be read some time after block b; interleaved: `ahead` bytes behind it, or nothing where that is
+  // 0. The hardware does not foresee the order in which a block is read whose scale comes last, two eights of rows that
+  // are read by turns with long work between, or rows that end before it has seen the pattern. To the second cache: the
+  // first one has too few lines in flight to keep the memory busy.
+  JQ_INLINE void Prefetch(int64_t b, int64_t ahead) const {
+    constexpr int64_t kLine = 64, kBytes = sizeof(F);
     if (interleaved_) {
-      if constexpr (kUnits<F>.tail != 0) {
-        const uint8_t* at = rows_[0] + b * kLanes * kBytes + kAhead;
-        for (int64_t byte = 0; byte < kLanes * kBytes; byte += kLine) __builtin_prefetch(at + byte, 0, 2);
-      }
+      if (ahead == 0) return;
+      const uint8_t* at = rows_[0] + b * kLanes * kBytes + ahead;
+      for (int64_t byte = 0; byte < kLanes * kBytes; byte += kLine) __builtin_prefetch(at + byte, 0, 2);
       return;
     }
     // Once for each line, where blocks are shorter.
@@ -175,6 +175,8 @@ JQ_INLINE void Transpose(const __m256 (&rows)[kLanes], float* to, int stride) {
 }
 #endif
 
+constexpr int64_t kPanelAhead = 4096, kDirectAhead = 8192;  // bytes
+
 // Values [first, first + 32 spans) of each row; first is a multiple of kStretch.
 template <typename F>
 void Fill(const Rows<F>& rows, int64_t first, int spans, Panel* panel) {
@@ -182,7 +184,7 @@ void Fill(const Rows<F>& rows, int64_t first, int spans, Panel* panel) {
   constexpr int kBlockSpans = F::kBlock / kSpan, kGroups = kSpan / C::kGroup;
   for (int span = 0; span < spans; span += kBlockSpans) {
     const int64_t b = first / F::kBlock + span / kBlockSpans;
-    rows.Prefetch(b);
+    rows.Prefetch(b, kPanelAhead);
 #if defined(__AVX2__)
     if constexpr (kHasLanes<F>) {
       alignas(64) uint8_t buffer[kLanes * sizeof(F)];
