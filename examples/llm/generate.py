@@ -32,9 +32,10 @@ CHUNK = 512  # tokens of a prompt that go through the layers together
 class Generator:
     """A model, and its compiled steps."""
 
-    def __init__(self, path: str, *, lhs_qtype: Any = jnp.int8, temperature: float = 0.0):
-        self.params, self.config = llm.load(path)
+    def __init__(self, model: Any, *, lhs_qtype: Any = jnp.int8, temperature: float = 0.0):
+        self.params, self.config = llm.load(model)
         config = self.config
+        self.cache_dtype = jnp.float32 if lhs_qtype is None else jnp.float16
 
         def choose(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
             scores = llm.logits(params, config, x[-1], lhs_qtype=lhs_qtype)
@@ -72,7 +73,7 @@ class Generator:
             )
         key = jax.random.key(0) if key is None else key
         # A few sizes, so that few programs are compiled.
-        cache = llm.new_cache(self.config, min(self.config.context, -(-total // 256) * 256))
+        cache = llm.new_cache(self.config, min(self.config.context, -(-total // 128) * 128), self.cache_dtype)
         token, cache = self.prompt(tokens, cache, key)
         for position in range(len(tokens), total):
             yield int(token)

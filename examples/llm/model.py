@@ -11,6 +11,7 @@ attention, SwiGLU; with experts, the Mixtral layout.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -50,7 +51,7 @@ class Config:
     experts_used: int
 
 
-def read_config(file: ggml.GGUFFile) -> Config:
+def read_config(file: Any) -> Config:
     meta = file.metadata
     family = meta.get("general.architecture")
     if family != "llama":
@@ -81,25 +82,36 @@ def read_config(file: ggml.GGUFFile) -> Config:
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
-def load(path: str, *, prepare: bool = True, fuse: bool = True) -> tuple[dict[str, Any], Config]:
-    """Parameters and hyper-parameters of a file.
+def load(model: Any, *, prepare: bool = True, fuse: bool = True) -> tuple[dict[str, Any], Config]:
+    """Parameters and hyper-parameters of a file: its path, or what ggml.load_gguf gave.
 
     prepare: in the products' favourite layout. fuse: matrices of one input as one (not for sharding by heads).
+    One layer's tensor at a time is read, prepared and put in its place: the memory at the peak is that of the result.
     """
-    file = ggml.load_gguf(path)
+    file = model if isinstance(model, Mapping) else ggml.load_gguf(model)
     config = read_config(file)
 
     def tensor(name: str) -> Any:
         if name not in file:
-            raise ValueError(f"{path}: no tensor {name!r}; {len(file)} tensors, {config.layers} layers expected")
+            raise ValueError(f"{file.path}: no tensor {name!r}; {len(file)} tensors, {config.layers} layers expected")
         return file[name]
+
+    def arranged(w: ggml.QTensor) -> ggml.QTensor:
+        return w.prepare() if prepare else w
 
     def matrices(names: list[list[str]]) -> ggml.QTensor:
         """names[layer]: tensors of one format, row below row; stacked over the layers."""
-        entries = [[tensor(name) for name in layer] for layer in names]
-        raw = np.stack([np.concatenate([entry.raw for entry in layer], axis=-2) for layer in entries])
-        stacked = ggml.QTensor(jnp.asarray(raw), entries[0][0].type_name)
-        return stacked.prepare() if prepare else stacked
+        stack = None
+        for i, layer in enumerate(names):
+            entries = [tensor(name) for name in layer]
+            raw = np.concatenate([entry.raw for entry in entries], axis=-2)
+            one = arranged(ggml.QTensor(jnp.asarray(raw), entries[0].type_name))
+            if stack is None:
+                stack = jax.tree.map(lambda a: jnp.zeros((len(names), *a.shape), a.dtype), one)
+            stack = jax.block_until_ready(_put(stack, one, i))
+            file.release()
+        assert stack is not None
+        return stack
 
     products = PRODUCTS | EXPERTS if config.experts else PRODUCTS
     if not fuse:
@@ -127,16 +139,19 @@ def load(path: str, *, prepare: bool = True, fuse: bool = True) -> tuple[dict[st
         segments.append(segment)
         first = last
 
-    embedding = tensor("token_embd.weight").load()
-    head = file["output.weight"].load() if "output.weight" in file else embedding
-    if prepare and isinstance(head, ggml.QTensor):
-        head = head.prepare()
-    return {
-        "embedding": embedding,
-        "segments": segments,
-        "norm": tensor("output_norm.weight").load(),
-        "head": head,
-    }, config
+    params = {"segments": segments, "norm": tensor("output_norm.weight").load()}
+    # Files of small models have one matrix for both ends; it is kept once.
+    head = tensor("output.weight" if "output.weight" in file else "token_embd.weight").load()
+    params["head"] = arranged(head) if isinstance(head, ggml.QTensor) else head
+    if "output.weight" in file or head.shape[0] % 8:
+        params["embedding"] = tensor("token_embd.weight").load()
+    file.release()
+    return params, config
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(stack: Any, one: Any, i: Any) -> Any:
+    return jax.tree.map(lambda s, o: lax.dynamic_update_index_in_dim(s, o, i, 0), stack, one)
 
 
 def _values(w: Any) -> jax.Array:
@@ -161,7 +176,7 @@ def rotate(x: jax.Array, positions: jax.Array, config: Config) -> jax.Array:
 
 
 def new_cache(config: Config, length: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
-    """Keys and values of `length` positions, for every layer."""
+    """Keys and values of `length` positions, for every layer. float16 halves what a token has to read."""
     shape = (config.layers, config.kv_heads, length, config.head_size)
     return {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)}
 
@@ -169,12 +184,32 @@ def new_cache(config: Config, length: int, dtype: Any = jnp.float32) -> dict[str
 QUERIES = 128  # positions whose scores are computed together: they should stay in the cache
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, first: Any, config: Config) -> jax.Array:
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, config: Config, cache: Any = None, i: Any = 0, first: Any = 0
+) -> jax.Array:
     """Attention of new positions to themselves and to those before.
 
-    q [T, heads, head_size], k and v [T, kv_heads, head_size] at positions first, first + 1, ...; old: keys and values
-    [kv_heads, S, head_size] of which the first `first` count, or None.
+    q [T, heads, head_size], k and v [T, kv_heads, head_size] at positions first, first + 1, ...; cache: keys and values
+    of every layer, of which the first `first` of layer i count, or None.
     """
+    if cache is None:
+        return _attend(q, k, v, None, first, config)
+    # Only as much of the cache as is filled, in at most eight sizes, is read: one program has them all.
+    length = cache["k"].shape[2]
+    step = max(128, -(-length // (8 * 128)) * 128)
+
+    def up_to(size: int) -> Any:
+        def branch(cache: Any) -> jax.Array:
+            part = lambda a: lax.dynamic_slice(a, (i, 0, 0, 0), (1, a.shape[1], size, a.shape[3]))[0]  # noqa: E731
+            return _attend(q, k, v, jax.tree.map(part, cache), first, config)
+
+        return branch
+
+    branches = [up_to(min(size, length)) for size in range(step, length + step, step)]
+    return lax.switch((first + step - 1) // step - 1, branches, cache)
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, first: Any, config: Config) -> jax.Array:
     steps, group = q.shape[0], config.heads // config.kv_heads
     q = q.reshape(steps, config.kv_heads, group, -1).transpose(1, 2, 0, 3) * config.head_size**-0.5
     k, v = k.transpose(1, 2, 0), v.transpose(1, 0, 2)
@@ -251,8 +286,17 @@ def layer(
 
 
 def embed(params: Any, tokens: jax.Array) -> jax.Array:
-    embedding = params["embedding"]
-    return embedding.take(tokens) if isinstance(embedding, ggml.QTensor) else embedding[tokens].astype(jnp.float32)
+    embedding = params.get("embedding", params["head"])
+    if not isinstance(embedding, ggml.QTensor):
+        return embedding[tokens].astype(jnp.float32)
+    if embedding.layout == "plain":
+        return embedding.take(tokens)
+    # Eight rows of a prepared matrix lie interleaved: they come together, and one of them is taken.
+    (n, k), format = embedding.shape, embedding.format
+    eight = jax.eval_shape(lambda: ggml.QTensor.zeros((8, k), format).prepare()).data.shape
+    groups = embedding.data.reshape(n // 8, -1)[tokens // 8].reshape(-1, *eight)
+    rows = ggml.QTensor(groups, format, "prepared").plain().data[jnp.arange(len(tokens)), tokens % 8]
+    return ggml.QTensor(rows, format).dequantize()
 
 
 def decode(
@@ -268,12 +312,12 @@ def decode(
     for segment in params["segments"]:
 
         def step(x: jax.Array, here: Any, segment: Any = segment) -> Any:
-            i, old = here
+            i, number = here
             new = {}
 
             def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                new.update(k=k, v=v)
-                return attend(q, k, v, old, first, config)
+                new.update({n: y.transpose(1, 0, 2).astype(cache[n].dtype) for n, y in (("k", k), ("v", v))})
+                return attend(q, k, v, config, None if empty else cache, number, first)
 
             x = layer(
                 segment, i, x, positions=positions, attention=attention, config=config, lhs_qtype=lhs_qtype, total=total
@@ -281,14 +325,12 @@ def decode(
             return x, new
 
         count = segment["attn_norm"].shape[0]
-        old = None if empty else jax.tree.map(lambda a, start=start, count=count: a[start : start + count], cache)
-        x, new = lax.scan(step, x, (jnp.arange(count), old))
+        x, new = lax.scan(step, x, (jnp.arange(count), start + jnp.arange(count)))
         added.append(new)
         start += count
     # Written once, after all layers: a cache that layers read and write would be copied by each of them.
-    added = {name: jnp.concatenate([new[name] for new in added]).transpose(0, 2, 1, 3) for name in cache}
-    update = lambda old, new: lax.dynamic_update_slice(old, new.astype(old.dtype), (0, 0, first, 0))  # noqa: E731
-    return x, jax.tree.map(update, cache, added)
+    added = {name: jnp.concatenate([new[name] for new in added]) for name in cache}
+    return x, jax.tree.map(lambda old, new: lax.dynamic_update_slice(old, new, (0, 0, first, 0)), cache, added)
 
 
 def logits(params: Any, config: Config, x: jax.Array, *, lhs_qtype: Any = jnp.int8) -> jax.Array:
@@ -303,7 +345,7 @@ def forward(
 ) -> jax.Array:
     """Logits [T, vocabulary] of whole sequences, for training: no cache, each layer's intermediates recomputed."""
     positions = jnp.arange(tokens.shape[0])
-    attention = lambda q, k, v: attend(q, k, v, None, 0, config)  # noqa: E731
+    attention = lambda q, k, v: attend(q, k, v, config)  # noqa: E731
     x, start = embed(params, tokens), 0
     for segment in params["segments"]:
         count = segment["attn_norm"].shape[0]

@@ -99,8 +99,8 @@ class GGUFTensor:
 class GGUFFile(Mapping[str, GGUFTensor]):
     """The tensors of a file by name, and its ``metadata``. See `load_gguf`."""
 
-    def __init__(self, path: str, version: int, metadata: Metadata, tensors: dict[str, GGUFTensor]):
-        self.path, self.version, self.metadata, self._tensors = path, version, metadata, tensors
+    def __init__(self, path: str, version: int, metadata: Metadata, tensors: dict[str, GGUFTensor], data: Any = b""):
+        self.path, self.version, self.metadata, self._tensors, self._map = path, version, metadata, tensors, data
 
     def __getitem__(self, name: str) -> GGUFTensor:
         return self._tensors[name]
@@ -114,6 +114,14 @@ class GGUFFile(Mapping[str, GGUFTensor]):
     def load(self) -> dict[str, Any]:
         """Every tensor in JAX's memory."""
         return {name: tensor.load() for name, tensor in self.items()}
+
+    def release(self) -> None:
+        """Takes the parts of the file that were read out of this process's memory; what is used again is read again.
+
+        Worth it between tensors that are copied or quantised: a mapped file counts as memory once it is read.
+        """
+        if hasattr(self._map, "madvise") and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def __repr__(self) -> str:
         return f"GGUFFile({self.path!r}, version {self.version}, {len(self)} tensors)"
@@ -151,7 +159,7 @@ def open_gguf(operation: str, path: str | os.PathLike[str]) -> GGUFFile:
     header = gguf_header.read(operation, path, data, len(data))
     view = np.frombuffer(data, np.uint8)
     tensors = {t.name: GGUFTensor(operation, path, t, view) for t in header.tensors}
-    return GGUFFile(path, header.version, header.metadata, tensors)
+    return GGUFFile(path, header.version, header.metadata, tensors, data)
 
 
 def save_gguf(
