@@ -162,7 +162,8 @@ def _values(w: Any) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
+    squares = jnp.einsum("...i,...i->...", x, x)[..., None]
+    return x * lax.rsqrt(squares / x.shape[-1] + epsilon) * weight
 
 
 def rotate(x: jax.Array, positions: jax.Array, config: Config) -> jax.Array:
@@ -192,6 +193,7 @@ def attend(
     q [T, heads, head_size], k and v [T, kv_heads, head_size] at positions first, first + 1, ...; cache: keys and values
     of every layer, of which the first `first` of layer i count, or None.
     """
+    k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
     if cache is None:
         return _attend(q, k, v, None, first, config)
     # Only as much of the cache as is filled, in at most eight sizes, is read: one program has them all.
@@ -199,35 +201,33 @@ def attend(
     step = max(128, -(-length // (8 * 128)) * 128)
 
     def up_to(size: int) -> Any:
-        def branch(cache: Any) -> jax.Array:
-            part = lambda a: lax.dynamic_slice(a, (i, 0, 0, 0), (1, a.shape[1], size, a.shape[3]))[0]  # noqa: E731
-            return _attend(q, k, v, jax.tree.map(part, cache), first, config)
+        part = lambda a: lax.dynamic_slice(a, (i, 0, 0, 0), (1, a.shape[1], size, a.shape[3]))[0]  # noqa: E731
+        return lambda cache: _attend(q, k, v, jax.tree.map(part, cache), first, config)
 
-        return branch
-
-    branches = [up_to(min(size, length)) for size in range(step, length + step, step)]
-    return lax.switch((first + step - 1) // step - 1, branches, cache)
+    sizes = [min(size, length) for size in range(step, length + step, step)]
+    return lax.switch((first - 1) // step, [up_to(size) for size in sizes], cache)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, first: Any, config: Config) -> jax.Array:
     steps, group = q.shape[0], config.heads // config.kv_heads
     q = q.reshape(steps, config.kv_heads, group, -1).transpose(1, 2, 0, 3) * config.head_size**-0.5
-    k, v = k.transpose(1, 2, 0), v.transpose(1, 0, 2)
+
+    def scores(rows: jax.Array, keys: jax.Array, seen: jax.Array) -> jax.Array:
+        every = jnp.einsum("gnd,gsd->gns", rows, keys.astype(rows.dtype))
+        every = every.reshape(config.kv_heads, group, -1, keys.shape[1])
+        return jnp.where(seen, every, -jnp.inf).reshape(config.kv_heads, -1, keys.shape[1])
 
     def block(begin: int) -> jax.Array:
         end = min(begin + QUERIES, steps)
         rows = q[:, :, begin:end].reshape(config.kv_heads, -1, config.head_size)
-        scores = (rows @ k[:, :, :end]).reshape(config.kv_heads, group, end - begin, end)
-        scores = jnp.where(jnp.arange(end) <= jnp.arange(begin, end)[:, None], scores, -jnp.inf)
+        parts = [(scores(rows, k[:, :end], jnp.arange(end) <= jnp.arange(begin, end)[:, None]), v[:, :end])]
         if old is not None:
-            before = jnp.einsum("gnd,gsd->gns", rows, old["k"].astype(q.dtype)).reshape(*scores.shape[:3], -1)
-            scores = jnp.concatenate(
-                [jnp.where(jnp.arange(before.shape[-1]) < first, before, -jnp.inf), scores], axis=-1
-            )
-        weights = jax.nn.softmax(scores, axis=-1).reshape(config.kv_heads, rows.shape[1], -1)
-        out = weights[..., -end:] @ v[:, :end]
-        if old is not None:
-            out += weights[..., :-end] @ old["v"].astype(q.dtype)
+            parts.append((scores(rows, old["k"], jnp.arange(old["k"].shape[1]) < first), old["v"].astype(v.dtype)))
+        # One softmax over both parts, which are not copied together.
+        most = lax.stop_gradient(jnp.stack([s.max(-1) for s, _ in parts]).max(0))[..., None]
+        weights = [jnp.exp(s - most) for s, _ in parts]
+        out = sum(w @ values for w, (_, values) in zip(weights, parts, strict=True))
+        out /= sum(w.sum(-1, keepdims=True) for w in weights)
         return out.reshape(config.kv_heads, group, end - begin, -1)
 
     blocks = [block(begin) for begin in range(0, steps, QUERIES)]
@@ -269,10 +269,12 @@ def layer(
     h = rms_norm(x, segment["attn_norm"][i], config.epsilon)
     heads = lambda y: y.reshape(len(x), -1, config.head_size)  # noqa: E731
     if "qkv" in segment:
-        q, k, v = jnp.split(heads(product("qkv", h)), [config.heads, config.heads + config.kv_heads], axis=1)
+        qk, v = jnp.split(heads(product("qkv", h)), [config.heads + config.kv_heads], axis=1)
+        q, k = jnp.split(rotate(qk, positions, config), [config.heads], axis=1)
     else:
         q, k, v = (heads(product(name, h)) for name in ("attn_q", "attn_k", "attn_v"))
-    mixed = attention(rotate(q, positions, config), rotate(k, positions, config), v)
+        q, k = rotate(q, positions, config), rotate(k, positions, config)
+    mixed = attention(q, k, v)
     x = x + total(product("o" if "o" in segment else "attn_output", mixed))
 
     h = rms_norm(x, segment["ffn_norm"][i], config.epsilon)
@@ -311,13 +313,12 @@ def decode(
     x, start, added = embed(params, tokens), 0, []
     for segment in params["segments"]:
 
-        def step(x: jax.Array, here: Any, segment: Any = segment) -> Any:
-            i, number = here
+        def step(x: jax.Array, i: Any, segment: Any = segment, start: int = start) -> Any:
             new = {}
 
             def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 new.update({n: y.transpose(1, 0, 2).astype(cache[n].dtype) for n, y in (("k", k), ("v", v))})
-                return attend(q, k, v, config, None if empty else cache, number, first)
+                return attend(q, k, v, config, None if empty else cache, start + i, first)
 
             x = layer(
                 segment, i, x, positions=positions, attention=attention, config=config, lhs_qtype=lhs_qtype, total=total
@@ -325,7 +326,7 @@ def decode(
             return x, new
 
         count = segment["attn_norm"].shape[0]
-        x, new = lax.scan(step, x, (jnp.arange(count), start + jnp.arange(count)))
+        x, new = lax.scan(step, x, jnp.arange(count))
         added.append(new)
         start += count
     # Written once, after all layers: a cache that layers read and write would be copied by each of them.
