@@ -65,17 +65,21 @@ def read_config(file: Any) -> Config:
             raise ValueError(f"{file.path}: metadata lacks llama.{key}: is this a language model?")
         return found
 
-    width, heads = int(value("embedding_length")), int(value("attention.head_count"))
-    head_size = int(value("attention.key_length", width // heads))
+    def number(key: str, default: Any = None) -> int:
+        found = np.asarray(value(key, default))
+        if found.size != 1:
+            raise ValueError(f"{file.path}: llama.{key} differs between layers, which is not implemented here")
+        return int(found.item())
+
+    width, heads = number("embedding_length"), number("attention.head_count")
+    head_size = number("attention.key_length", width // max(heads, 1))
     if value("rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file:
         raise ValueError(f"{file.path}: scaled rotary embeddings are not implemented here")
     return Config(
-        layers=int(value("block_count")), width=width, heads=heads,
-        kv_heads=int(value("attention.head_count_kv", heads)),
-        head_size=head_size, rotary_size=int(value("rope.dimension_count", head_size)),
-        context=int(value("context_length")), epsilon=float(value("attention.layer_norm_rms_epsilon")),
-        rotary_base=float(value("rope.freq_base", 10000.0)), experts=int(value("expert_count", 0)),
-        experts_used=int(value("expert_used_count", 0)),
+        layers=number("block_count"), width=width, heads=heads, kv_heads=number("attention.head_count_kv", heads),
+        head_size=head_size, rotary_size=number("rope.dimension_count", head_size), context=number("context_length"),
+        epsilon=float(value("attention.layer_norm_rms_epsilon")), rotary_base=float(value("rope.freq_base", 10000.0)),
+        experts=number("expert_count", 0), experts_used=number("expert_used_count", 0),
     )  # fmt: skip
 
 
@@ -89,11 +93,12 @@ def load(model: Any, *, prepare: bool = True, fuse: bool = True) -> tuple[dict[s
     One layer's tensor at a time is read, prepared and put in its place: the memory at the peak is that of the result.
     """
     file = model if isinstance(model, Mapping) else ggml.load_gguf(model)
-    config = read_config(file)
+    config, left = read_config(file), set(file)
 
     def tensor(name: str) -> Any:
         if name not in file:
             raise ValueError(f"{file.path}: no tensor {name!r}; {len(file)} tensors, {config.layers} layers expected")
+        left.discard(name)
         return file[name]
 
     def arranged(w: ggml.QTensor) -> ggml.QTensor:
@@ -112,6 +117,15 @@ def load(model: Any, *, prepare: bool = True, fuse: bool = True) -> tuple[dict[s
             file.release()
         assert stack is not None
         return stack
+
+    # The largest matrix comes first, while there is room. One matrix may serve both ends; it is kept once.
+    head = tensor("output.weight" if "output.weight" in file else "token_embd.weight").load()
+    params = {"head": arranged(head) if isinstance(head, ggml.QTensor) else head}
+    if "output.weight" in file or head.shape[0] % 8:
+        params["embedding"] = tensor("token_embd.weight").load()
+    params["norm"] = tensor("output_norm.weight").load()
+    del head
+    file.release()
 
     products = PRODUCTS | EXPERTS if config.experts else PRODUCTS
     if not fuse:
@@ -139,13 +153,10 @@ def load(model: Any, *, prepare: bool = True, fuse: bool = True) -> tuple[dict[s
         segments.append(segment)
         first = last
 
-    params = {"segments": segments, "norm": tensor("output_norm.weight").load()}
-    # Files of small models have one matrix for both ends; it is kept once.
-    head = tensor("output.weight" if "output.weight" in file else "token_embd.weight").load()
-    params["head"] = arranged(head) if isinstance(head, ggml.QTensor) else head
-    if "output.weight" in file or head.shape[0] % 8:
-        params["embedding"] = tensor("token_embd.weight").load()
     file.release()
+    if left:  # biases, for one: without them the model would be another
+        raise ValueError(f"{file.path}: tensors that are not implemented here: {', '.join(sorted(left)[:4])}, ...")
+    params["segments"] = segments
     return params, config
 
 
@@ -196,9 +207,10 @@ def attend(
     k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
     if cache is None:
         return _attend(q, k, v, None, first, config)
-    # Only as much of the cache as is filled, in at most eight sizes, is read: one program has them all.
+    # Only as much of the cache as is filled, in at most four sizes, is read: one program has them all. Pieces of a
+    # prompt come in steps of their own length.
     length = cache["k"].shape[2]
-    step = max(128, -(-length // (8 * 128)) * 128)
+    step = -(-max(length // 4, q.shape[0]) // 128) * 128
 
     def up_to(size: int) -> Any:
         part = lambda a: lax.dynamic_slice(a, (i, 0, 0, 0), (1, a.shape[1], size, a.shape[3]))[0]  # noqa: E731
@@ -210,6 +222,7 @@ def attend(
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, first: Any, config: Config) -> jax.Array:
     steps, group = q.shape[0], config.heads // config.kv_heads
+    together = QUERIES if old is None else 2 * QUERIES  # every size of the cache has its own program: keep it small
     q = q.reshape(steps, config.kv_heads, group, -1).transpose(1, 2, 0, 3) * config.head_size**-0.5
 
     def scores(rows: jax.Array, keys: jax.Array, seen: jax.Array) -> jax.Array:
@@ -218,7 +231,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, first: Any, conf
         return jnp.where(seen, every, -jnp.inf).reshape(config.kv_heads, -1, keys.shape[1])
 
     def block(begin: int) -> jax.Array:
-        end = min(begin + QUERIES, steps)
+        end = min(begin + together, steps)
         rows = q[:, :, begin:end].reshape(config.kv_heads, -1, config.head_size)
         parts = [(scores(rows, k[:, :end], jnp.arange(end) <= jnp.arange(begin, end)[:, None]), v[:, :end])]
         if old is not None:
@@ -230,7 +243,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, first: Any, conf
         out /= sum(w.sum(-1, keepdims=True) for w in weights)
         return out.reshape(config.kv_heads, group, end - begin, -1)
 
-    blocks = [block(begin) for begin in range(0, steps, QUERIES)]
+    blocks = [block(begin) for begin in range(0, steps, together)]
     return jnp.concatenate(blocks, axis=2).transpose(2, 0, 1, 3).reshape(steps, -1)
 
 

@@ -13,6 +13,7 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_WHOLE_WORDS = {"llama-bpe", "llama3"}  # a word that is a token is not merged from its parts
 _SPLITS = {"gpt-2": None, "default": None, "smollm": "digits", "llama-bpe": _LLAMA3, "llama3": _LLAMA3}
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -29,10 +30,12 @@ class Text:
             raise ValueError(
                 f"{path}: tokenizer {kind!r} with splits {split!r}: expected gpt2 with one of {', '.join(_SPLITS)}"
             )
-        tokens = list(value("ggml.tokens"))
-        merges = [tuple(merge.split(" ", 1)) for merge in value("ggml.merges", ())]
+        tokens, merges = value("ggml.tokens"), value("ggml.merges")
+        if tokens is None or merges is None:
+            raise ValueError(f"{path}: metadata lacks tokenizer.ggml.tokens or tokenizer.ggml.merges")
+        pairs = [tuple(merge.split(" ", 1)) for merge in merges]
         self._tokenizer = Tokenizer(
-            models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=False)
+            models.BPE({token: i for i, token in enumerate(tokens)}, pairs, ignore_merges=split in _WHOLE_WORDS)
         )
         steps: list[Any] = []
         if _SPLITS[split] == "digits":
@@ -53,12 +56,11 @@ class Text:
         self._tokenizer.add_tokens(
             [AddedToken(t, normalized=False) for t, k in zip(tokens, kinds, strict=False) if k == _USER_DEFINED]
         )
-        self._tokens, self._template = tokens, value("chat_template")
-        self._bos, self.end = (
-            value("ggml.bos_token_id"),
-            {value("ggml.eos_token_id"), value("ggml.eot_token_id")} - {None},
-        )
-        self._add_bos = bool(value("ggml.add_bos_token", False))
+        self._template, self._bos, eos = value("chat_template"), value("ggml.bos_token_id"), value("ggml.eos_token_id")
+        self.end = {eos, value("ggml.eot_token_id")} - {None}
+        name = lambda i: tokens[i] if i is not None and i < len(tokens) else ""  # noqa: E731
+        self._names = {"bos_token": name(self._bos), "eos_token": name(eos)}
+        self._path, self._add_bos = path, bool(value("ggml.add_bos_token", False))
 
     def encode(self, text: str) -> list[int]:
         """Tokens; control tokens that are written out in the text count as such."""
@@ -68,31 +70,32 @@ class Text:
     def decode(self, ids: Any) -> str:
         return self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
 
-    def chat(self, message: str) -> str:
+    def chat(self, message: str, system: str | None = None) -> str:
         """A user's message in the model's chat template, up to where the answer begins; itself if there is none."""
         if not self._template:
             return message
+        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        name = lambda i: self._tokens[i] if i is not None else ""  # noqa: E731
-        return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(self._template).render(
-            messages=[{"role": "user", "content": message}], add_generation_prompt=True,
-            bos_token=name(self._bos), eos_token=name(min(self.end, default=None)),
-        )  # fmt: skip
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": message})
+        try:
+            template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(self._template)
+            return template.render(messages=messages, add_generation_prompt=True, **self._names)
+        except TemplateError as error:
+            raise ValueError(f"{self._path}: its chat template: {error}; --plain does without") from error
 
     def stream(self) -> Callable[[int], str]:
         """A function from each new token to the text that it completes."""
         ids: list[int] = []
-        shown = 0
 
         def add(token: int) -> str:
-            nonlocal shown
             ids.append(token)
             text = self.decode(ids)
-            if text.endswith("\ufffd"):  # part of a character
+            if text.endswith("\ufffd") and len(ids) < 4:  # part of a character, which has four bytes at most
                 return ""
-            new, shown = text[shown:], len(text)
-            return new
+            ids.clear()
+            return text
 
         return add
 
