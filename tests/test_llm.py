@@ -70,6 +70,21 @@ def test_logits_are_those_of_dequantised_weights_in_float64(tmp_path, formats, m
     assert nmse(np.concatenate(rows), expected) < bound
 
 
+def test_pieces_see_what_is_filled_of_the_cache(tmp_path):
+    """Of a longer cache the smallest of a few sizes is read."""
+    path = make(tmp_path / "m.gguf", layers=1, formats=("Q4_0",))
+    tokens, ends = np.random.default_rng(3).integers(0, 96, 262), (130, 131, 261, 262)
+    expected = oracle(path).logits(tokens)
+    params, config = llm.load(path)
+    decode = jax.jit(partial(llm.decode, config=config, lhs_qtype=None), static_argnames="empty")
+    cache = llm.new_cache(config, 384)
+    for first, last in zip((0, *ends), ends, strict=False):
+        piece = jnp.asarray(tokens[first:last])
+        x, cache = decode(params, tokens=piece, first=jnp.int32(first), cache=cache, empty=first == 0)
+        got = llm.logits(params, config, x, lhs_qtype=None)
+        assert nmse(got, expected[first:last]) < 1e-10, (first, last)
+
+
 def test_experts(tmp_path):
     path = make(tmp_path / "m.gguf", experts=4, formats=("Q4_K",))
     expected = oracle(path).logits(TOKENS)
