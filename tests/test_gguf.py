@@ -91,6 +91,8 @@ def test_loads_into_memory_of_jax(write, type_id):
     path = write(data)
     file = load_gguf(path)
     loaded = file["x"].load()
+    file.release()
+    assert file["x"].raw.tobytes() == page  # read again
     with open(path, "r+b") as overwritten:  # the map sees this, the array must not
         overwritten.write(bytes(len(data)))
     del file

@@ -1,5 +1,6 @@
 """examples/llm: a decoder on packed weights beside NumPy in float64 and llama.cpp, sharded, fine-tuned, as programs."""
 
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from llama_files import make
 
 from jaxquant import ggml
+from jaxquant.ggml import cli
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "llm"
 # Written by llama.cpp (as in llama-cpp-python 0.3.36, its own AVX-512 build) from the same file.
@@ -27,6 +29,7 @@ CASES = Path(__file__).parent / "cases" / "llama_cpp_smollm2.npz"
 pytest.importorskip("tokenizers")
 sys.path.insert(0, str(EXAMPLES))
 import finetune_lora  # noqa: E402
+import generate  # noqa: E402
 import model as llm  # noqa: E402
 from text import Text  # noqa: E402
 
@@ -65,6 +68,21 @@ def test_logits_are_those_of_dequantised_weights_in_float64(tmp_path, formats, m
         x, cache = decode(params, tokens=jnp.asarray(TOKENS[first:last]), first=first, cache=cache, empty=first == 0)
         rows.append(llm.logits(params, config, x, lhs_qtype=lhs_qtype))
     assert nmse(np.concatenate(rows), expected) < bound
+
+
+def test_pieces_see_what_is_filled_of_the_cache(tmp_path):
+    """Of a longer cache the smallest of a few sizes is read."""
+    path = make(tmp_path / "m.gguf", layers=1, formats=("Q4_0",))
+    tokens, ends = np.random.default_rng(3).integers(0, 96, 262), (130, 131, 261, 262)
+    expected = oracle(path).logits(tokens)
+    params, config = llm.load(path)
+    decode = jax.jit(partial(llm.decode, config=config, lhs_qtype=None), static_argnames="empty")
+    cache = llm.new_cache(config, 384)
+    for first, last in zip((0, *ends), ends, strict=False):
+        piece = jnp.asarray(tokens[first:last])
+        x, cache = decode(params, tokens=piece, first=jnp.int32(first), cache=cache, empty=first == 0)
+        got = llm.logits(params, config, x, lhs_qtype=None)
+        assert nmse(got, expected[first:last]) < 1e-10, (first, last)
 
 
 def test_experts(tmp_path):
@@ -107,19 +125,92 @@ def test_greedy_text_is_that_of_float64(smollm2, real):
     assert logits[len(ids) - 1 :].argmax(1).tolist() == new
 
 
-def test_beside_llama_cpp(smollm2, real):
+@pytest.fixture(scope="module")
+def logits_of(real):
+    """Logits of tokens, by one program: what comes after a token does not change its logits."""
+    run = jax.jit(lambda p, t: llm.forward(p, real[1], t, lhs_qtype=jnp.int8))
+    return lambda ids: np.asarray(run(real[0], jnp.asarray([*ids, *[0] * (96 - len(ids))])))[: len(ids)]
+
+
+def test_beside_llama_cpp(smollm2, logits_of):
     """llama.cpp quantises activations too, in another way: 32 at a time, with half-precision scales."""
     cases, text = np.load(CASES), Text(ggml.load_gguf(smollm2).metadata)
-    run = jax.jit(lambda p, t: llm.forward(p, real[1], t, lhs_qtype=jnp.int8))
     agreed = []
     for i, prompt in enumerate(cases["prompts"]):
         ids = text.encode(str(prompt))
         assert ids == cases[f"ids{i}"].tolist()
         new = cases[f"greedy{i}"].tolist()
-        got = np.asarray(run(real[0], jnp.asarray([*ids, *new[:-1]])))
+        got = logits_of([*ids, *new[:-1]])
         assert nmse(got[: len(ids), :: int(cases["step"])], cases[f"logits{i}"]) < 5e-3
         agreed += (got[len(ids) - 1 :].argmax(1) == new).tolist()
     assert np.mean(agreed) > 0.95
+
+
+def test_beside_a_running_llama_cpp(smollm2, logits_of):
+    """The same, at every new token, with the release of llama.cpp that a wheel holds (built for AVX2)."""
+    pytest.importorskip("xllamacpp")
+    text = Text(ggml.load_gguf(smollm2).metadata)
+    prompts = ("The capital of France is", "def fibonacci(n):\n", "Water boils at a temperature of")
+    ids = [text.encode(prompt) for prompt in prompts]
+    command = [sys.executable, "-P", str(Path(__file__).parent / "llama_cpp_process.py"), smollm2]
+    done = subprocess.run(command, input=json.dumps(ids), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    agreed, got, expected = [], [], []
+    for prompt, steps in zip(ids, json.loads(done.stdout), strict=True):
+        new = [step["id"] for step in steps]
+        ours = np.asarray(jax.nn.log_softmax(logits_of([*prompt, *new[:-1]])[len(prompt) - 1 :]))
+        agreed += (ours.argmax(1) == new).tolist()
+        for row, step in zip(ours, steps, strict=True):
+            got.append(row[[likely["id"] for likely in step["top_logprobs"]]])
+            expected.append([likely["logprob"] for likely in step["top_logprobs"]])
+    assert nmse(got, expected) < 2e-3
+    assert np.mean(agreed) > 0.9
+
+
+@pytest.fixture(scope="module")
+def one_layer(smollm2, tmp_path_factory):
+    """The first layer of the real model, over the first 512 tokens."""
+    file = ggml.load_gguf(smollm2)
+    names = [name for name in file if not name.startswith("blk.") or name.startswith("blk.0.")]
+    embedding = file["token_embd.weight"].load()
+    tensors = {name: embedding[:512] if name == "token_embd.weight" else file[name] for name in names}
+    path = tmp_path_factory.mktemp("model") / "layer.gguf"
+    metadata = {key: value for key, value in file.metadata.items() if not key.startswith("tokenizer.")}
+    ggml.save_gguf(path, tensors, {**metadata, "llama.block_count": 1})
+    return path
+
+
+@pytest.mark.parametrize(
+    "format, fallback",
+    [
+        ("Q4_K", "Q5_0"), ("MXFP4", "MXFP4"), pytest.param("Q6_K", "Q8_0", marks=pytest.mark.slow),
+        pytest.param("IQ4_XS", "IQ4_NL", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_quantised_again_by_the_command(one_layer, tmp_path, format, fallback):
+    """Rows of 576 values are no multiple of 256, those of 1536 are."""
+    path = str(tmp_path / "again.gguf")
+    cli.main(["quantize", str(one_layer), path, "--format", format, "--requantize"])
+    file, tokens = ggml.load_gguf(path), np.random.default_rng(0).integers(0, 512, 24)
+    assert (file["blk.0.ffn_down.weight"].type_name, file["blk.0.attn_q.weight"].type_name) == (format, fallback)
+    params, config = llm.load(file)
+    expected = oracle(path).logits(tokens)
+    for lhs_qtype, bound in ((None, 1e-10), (jnp.int8, 1e-3)):
+        got = jax.jit(lambda p, t, q=lhs_qtype: llm.forward(p, config, t, lhs_qtype=q))(params, jnp.asarray(tokens))
+        assert nmse(got, expected) < bound
+
+
+def test_choices():
+    scores = jnp.log(jnp.array([0.1, 0.5, 0.15, 0.25]))
+    keys = jax.random.split(jax.random.key(0), 400)
+
+    def chosen(**settings):
+        pick = lambda key: generate.choose(scores, key, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings})  # noqa: E731
+        return np.bincount(np.asarray(jax.vmap(pick)(keys)), minlength=4) / 400
+
+    assert np.abs(chosen(top_k=2) - [0, 2 / 3, 0, 1 / 3]).max() < 0.08
+    assert np.abs(chosen(top_p=0.7) - [0, 2 / 3, 0, 1 / 3]).max() < 0.08
+    assert chosen(top_p=0.4, temperature=0.5).tolist() == [0, 1, 0, 0]
 
 
 def test_text_round_trip(smollm2):
@@ -203,11 +294,17 @@ def test_errors(tmp_path):
     ggml.save_gguf(wrong, {"w": np.ones((2, 32), np.float32)}, {"general.architecture": "llama"})
     with pytest.raises(ValueError, match=r"lacks llama\.embedding_length"):
         llm.load(str(wrong))
-    from generate import Generator
-
-    generator = Generator(make(tmp_path / "m.gguf"))
-    with pytest.raises(ValueError, match="context is 1 to 512"):
+    plain = ggml.load_gguf(make(tmp_path / "m.gguf"))
+    ggml.save_gguf(wrong, {**plain, "blk.0.attn_q.bias": np.ones(256, np.float32)}, plain.metadata)
+    with pytest.raises(ValueError, match=r"not implemented here: blk\.0\.attn_q\.bias"):
+        llm.load(str(wrong))
+    with pytest.raises(ValueError, match=r"lacks tokenizer\.ggml\.tokens"):
+        Text({"tokenizer.ggml.model": "gpt2"})
+    generator = generate.Generator(plain)
+    with pytest.raises(ValueError, match=r"500 tokens and 100 to write are more than the 512 .* at most 12"):
         next(generator([1] * 500, 100))
+    with pytest.raises(ValueError, match="prompt is empty"):
+        next(generator([], 100))
 
 
 def program(name, *arguments):
@@ -217,13 +314,22 @@ def program(name, *arguments):
 
 
 def test_generate_program(smollm2, tmp_path):
-    done = program("generate.py", "--model", smollm2, "--plain", "--tokens", 12, "The capital of France is")
+    done = program(
+        "generate.py", "--model", smollm2, "--plain", "--tokens", 12, "--profile", "The capital of France is"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(" Paris.") and "tokens/s" in done.stdout
+    # What the model needs beside its file and its cache; a token is one program and four calls of a kernel a layer.
+    rest = re.search(r"cache of keys and values, (\d+) of everything else", done.stdout)
+    assert rest is None or int(rest[1]) <= 150, done.stdout
+    calls = re.search(r"ms in (\d+) calls of jaxquant's kernels.* 0 programs compiled meanwhile", done.stdout)
+    assert calls is not None and 100 <= int(calls[1]) <= 140, done.stdout
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(Path(smollm2).read_bytes()[:1000])
     done = program("generate.py", "--model", broken)
     assert done.returncode != 0 and "generate.py:" in done.stderr and "Traceback" not in done.stderr
+    done = program("generate.py", "--model", smollm2, "--tokens", 9000)
+    assert done.returncode != 0 and "more than the 8192" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_finetune_program(smollm2, tmp_path):

@@ -1,5 +1,5 @@
-"""One set of bits for every instruction set and thread count: each variant is a fresh process that hashes all outputs of
-the affine half, the block formats, integer and weight-only products."""
+"""One set of bits for every instruction set and thread count: each variant is a fresh process that hashes all outputs
+of the affine half, the block formats, integer and weight-only products."""
 
 import functools
 import json

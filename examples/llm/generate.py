@@ -105,7 +105,7 @@ class Generator:
         key = jax.random.key(0) if key is None else key
         cache = self.new_cache(tokens, most)
         for first in range(0, len(tokens), CHUNK):
-            token, cache = self.piece(tokens, first, cache, key)
+            token, cache = jax.block_until_ready(self.piece(tokens, first, cache, key))
         position = jnp.int32(len(tokens))
         for left in reversed(range(most)):
             last = token
@@ -160,8 +160,8 @@ def profile(generator: Generator, tokens: list[int], key: jax.Array, steps: int 
     products = [e.duration_ns for e in events if e.name.startswith(("ffi_call", "custom-call"))]
     inside = sum(products) / steps / 1e6
     return (
-        f"a token: {plain:.2f} ms, {traced:.2f} ms while traced: {inside:.2f} ms in {len(products) / steps:.0f} calls of "
-        f"jaxquant's kernels, {traced - inside:.2f} ms in all else (attention, norms, choice, JAX itself); "
+        f"a token: {plain:.2f} ms, {traced:.2f} ms while traced: {inside:.2f} ms in {len(products) / steps:.0f} calls "
+        f"of jaxquant's kernels, {traced - inside:.2f} ms in all else (attention, norms, choice, JAX itself); "
         f"{len(compiled)} programs compiled meanwhile; to the host came one int32 a token"
     )
 
