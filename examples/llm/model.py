@@ -121,7 +121,7 @@ def load(model: Any, *, prepare: bool = True, fuse: bool = True) -> tuple[dict[s
     # The largest matrix comes first, while there is room. One matrix may serve both ends; it is kept once.
     head = tensor("output.weight" if "output.weight" in file else "token_embd.weight").load()
     params = {"head": arranged(head) if isinstance(head, ggml.QTensor) else head}
-    if "output.weight" in file or head.shape[0] % 8:
+    if "output.weight" in file:
         params["embedding"] = tensor("token_embd.weight").load()
     params["norm"] = tensor("output_norm.weight").load()
     del head
@@ -304,14 +304,7 @@ def embed(params: Any, tokens: jax.Array) -> jax.Array:
     embedding = params.get("embedding", params["head"])
     if not isinstance(embedding, ggml.QTensor):
         return embedding[tokens].astype(jnp.float32)
-    if embedding.layout == "plain":
-        return embedding.take(tokens)
-    # Eight rows of a prepared matrix lie interleaved: they come together, and one of them is taken.
-    (n, k), format = embedding.shape, embedding.format
-    eight = jax.eval_shape(lambda: ggml.QTensor.zeros((8, k), format).prepare()).data.shape
-    groups = embedding.data.reshape(n // 8, -1)[tokens // 8].reshape(-1, *eight)
-    rows = ggml.QTensor(groups, format, "prepared").plain().data[jnp.arange(len(tokens)), tokens % 8]
-    return ggml.QTensor(rows, format).dequantize()
+    return embedding.take(tokens)
 
 
 def decode(
