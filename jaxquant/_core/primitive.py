@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import PartitionSpec
 
 from jaxquant._core import compat, ffi, partitioning
 from jaxquant._core.operation import Axes, Operation, Result, Role
 
-__all__ = ["OPERATIONS", "Axes", "Operation", "Result", "Role", "bind", "build", "use_kernels"]
+__all__ = ["OPERATIONS", "Axes", "Operation", "Result", "Role", "bind", "build", "constant", "use_kernels"]
 
 # Every primitive of the package by name: info(), register_kernels() and the tests read it.
 OPERATIONS: dict[str, tuple[Operation, Primitive]] = {}
@@ -53,6 +53,18 @@ def use_kernels(name: str, platform: str) -> None:
 def bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """Binds with operands that vary over the same manual axes, as shard_map requires."""
     return primitive.bind(*compat.match_varying_axes(*operands), **params)
+
+
+def constant(*primitives: Primitive) -> None:
+    """Derivatives end at these: their results are integers, or constants of their operands."""
+
+    def jvp(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
+        del tangents
+        out = bind(primitive, *primals, **params)
+        return out, jax.tree.map(lambda o: ad.Zero(jax.typeof(o).to_tangent_aval()), out)
+
+    for primitive in primitives:
+        ad.primitive_jvps[primitive] = partial(jvp, primitive)
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation

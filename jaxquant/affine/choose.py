@@ -7,17 +7,15 @@ choose_qparams()  ->  range_p  ->  ffi/affine/dynamic/{cpu.cc,cuda.cu}
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad
 
 from jaxquant._core import ffi
 from jaxquant._core.errors import refuse
-from jaxquant._core.primitive import Operation, Result, bind, build
+from jaxquant._core.primitive import Operation, Result, bind, build, constant
 from jaxquant.affine import granularity as granularities
 from jaxquant.affine import qtypes, scales
 from jaxquant.affine.exact import seal
@@ -268,11 +266,4 @@ range_p = build(
 )
 
 
-def constant_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
-    """Parameters are constants of the data."""
-    del tangents
-    out = bind(primitive, *primals, **params)
-    return out, [ad.Zero(jax.typeof(o).to_tangent_aval()) for o in out]
-
-
-ad.primitive_jvps[range_p] = partial(constant_jvp, range_p)
+constant(range_p)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jaxquant._core import compat, ffi
-from jaxquant._core.primitive import Operation, Result, bind, build
+from jaxquant._core.primitive import Operation, Result, bind, build, constant
 from jaxquant.affine import choose, packing, scales
 from jaxquant.affine import granularity as granularities
 from jaxquant.affine.fake_quantize import fake_quantize_gradient_p, fake_quantize_p
@@ -198,5 +198,5 @@ def _fake_jvp(primals: Any, tangents: Any, *, block: Any, symmetric: bool, **par
     return (y, scale, zero_point), (dot, *zeros[1:])
 
 
-ad.primitive_jvps[dynamic_quantize_p] = partial(choose.constant_jvp, dynamic_quantize_p)
+constant(dynamic_quantize_p)
 ad.primitive_jvps[dynamic_fake_quantize_p] = _fake_jvp

@@ -15,11 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
 
 from jaxquant._core import ffi
 from jaxquant._core.errors import refuse
-from jaxquant._core.primitive import Operation, Result, bind, build
+from jaxquant._core.primitive import Operation, Result, bind, build, constant
 from jaxquant.affine import exact
 from jaxquant.affine import granularity as granularities
 
@@ -302,17 +301,6 @@ def _digit_histogram_reference(x: Any, prefix: Any, *, shift: int, width: int, m
     return _count(slots, 1 << width).reshape(*prefix.shape[:-1], prefix.shape[-1] << width)
 
 
-def _constant(primitive: Any) -> None:
-    """Integer results: no tangents."""
-
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        del tangents
-        out = bind(primitive, *primals, **params)
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-
-    ad.primitive_jvps[primitive] = jvp
-
-
 histogram_p = build(
     Operation(
         name="histogram",
@@ -335,5 +323,4 @@ digit_histogram_p = build(
         dtypes=_FLOATS,
     )
 )
-_constant(histogram_p)
-_constant(digit_histogram_p)
+constant(histogram_p, digit_histogram_p)

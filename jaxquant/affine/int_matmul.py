@@ -21,9 +21,9 @@ from jax.interpreters import ad
 
 from jaxquant._core import compat, ffi
 from jaxquant._core.errors import refuse
-from jaxquant._core.primitive import Axes, Operation, Result, bind, build
+from jaxquant._core.primitive import Axes, Operation, Result, bind, build, constant
 from jaxquant.affine.exact import seal
-from jaxquant.affine.layout import codes_of, columns_of, no_tangents, weight_axes
+from jaxquant.affine.layout import codes_of, columns_of, weight_axes
 
 CODES = ("int8", "uint8")
 RESULTS = ("float32", "float16", "bfloat16")
@@ -203,7 +203,7 @@ int_matmul_p = build(
         partial=lambda call, total, whole, a, b: total(call(a, b)[0]),
     )
 )
-no_tangents(int_matmul_p)
+constant(int_matmul_p)
 
 # ------------------------------------------------------------------------------------------------------- scaled_matmul
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
 
 from jaxquant._core import ffi
-from jaxquant._core.primitive import Axes, Operation, Result, bind, build
+from jaxquant._core.primitive import Axes, Operation, Result, bind, build, constant
 
 PANEL = 16  # columns
 
@@ -197,16 +196,4 @@ plain_p = build(
 )
 
 
-def no_tangents(primitive: Any) -> None:
-    """Integers have no tangents."""
-
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        del tangents
-        out = bind(primitive, *primals, **params)
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-
-    ad.primitive_jvps[primitive] = jvp
-
-
-no_tangents(prepare_p)
-no_tangents(plain_p)
+constant(prepare_p, plain_p)

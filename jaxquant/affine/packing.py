@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
 
 from jaxquant._core import ffi
 from jaxquant._core.errors import refuse
-from jaxquant._core.primitive import Operation, Result, bind, build
+from jaxquant._core.primitive import Operation, Result, bind, build, constant
 from jaxquant.affine import qtypes
 
 
@@ -149,14 +148,4 @@ unpack_p = build(
 )
 
 
-def _integer_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
-    """Integers have no tangents."""
-    del tangents
-    out = bind(primitive, *primals, **params)
-    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-
-
-for _primitive in (pack_p, unpack_p):
-    ad.primitive_jvps[_primitive] = lambda primals, tangents, primitive=_primitive, **params: _integer_jvp(
-        primitive, primals, tangents, **params
-    )
+constant(pack_p, unpack_p)

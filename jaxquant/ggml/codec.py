@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad
 
 from jaxquant._core import ffi
-from jaxquant._core.primitive import Axes, Operation, Result, bind, build
+from jaxquant._core.primitive import Axes, Operation, Result, bind, build, constant
 from jaxquant.ggml import layout as layouts
 from jaxquant.ggml import reference
 from jaxquant.ggml.formats import formats
@@ -271,19 +270,8 @@ def plain(data: Any, format: str, layout: Layout, implementation: str | None = N
 # ----------------------------------------------------------------------------------------------------- differentiation
 
 
-def _constant(primitive: Any) -> None:
-    """Bytes have no tangents: derivatives end here, as at any cast to integers."""
-
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        del tangents
-        out = bind(primitive, *primals, **params)
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-
-    ad.primitive_jvps[primitive] = jvp
-
-
-for _primitive in (ggml_quantize_p, ggml_dequantize_p, ggml_take_p, ggml_prepare_p):
-    _constant(_primitive)
+# As at any cast to integers.
+constant(ggml_quantize_p, ggml_dequantize_p, ggml_take_p, ggml_prepare_p)
 
 
 dequantize = partial(bind, ggml_dequantize_p)
