@@ -223,6 +223,8 @@ def test_conformance_fails_for_a_wrong_kernel(monkeypatch):
         return ((jnp.clip(v, qmin, qmax) - zero_point) * scale).astype(x.dtype)
 
     monkeypatch.setattr(jaxquant.testing, "_cases", lambda: [jaxquant.testing._ties()])
+    for family in ("histogram", "matmul", "weight_only", "ggml"):
+        monkeypatch.setattr(getattr(jaxquant.testing, f"{family}_conformance"), "check", lambda *_: None)
     jaxquant.testing.conformance("ffi")
     monkeypatch.setattr(jaxquant, "fake_quantize", wrong)
     with pytest.raises(jaxquant.testing.ConformanceError, match=r"fake_quantize, result 0, ties: \d+ of 1920 differ"):

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxquant._core import ffi
 from jaxquant._core.errors import refuse
@@ -158,10 +159,9 @@ def percentiles(
         counts = counts.reshape(*prefix.shape, 1 << width)
         if ranks is None:
             counted = counts.sum(axis=(-2, -1), dtype=jnp.int32)
-            positions = [_position(counted, q) for q in qs]
-            ranks = jnp.stack([r for whole, _ in positions for r in (whole, whole + 1)], axis=-1)
+            whole, fractions = _positions(counted, qs)
+            ranks = jnp.stack([whole, whole + 1], axis=-1).reshape(*counted.shape, 2 * len(qs))
             ranks = jnp.clip(ranks, 0, jnp.maximum(counted - 1, 0)[..., None])
-            fractions = jnp.stack([fraction for _, fraction in positions], axis=-1)
         digit, below = _locate(counts, ranks)
         ranks = ranks - below
         prefix = prefix << width | digit.astype(jnp.uint32)
@@ -204,29 +204,29 @@ def _from_key(prefix: Any, dtype: Any, magnitude: bool) -> jax.Array:
     return jax.lax.bitcast_convert_type(key, jnp.float32)
 
 
-def _position(counted: Any, q: float) -> tuple[Any, Any]:
-    """The whole part of q / 100 * (counted - 1) as int32, its fraction as float32: exact to 2^-24.
+def _positions(counted: Any, qs: Sequence[float]) -> tuple[Any, Any]:
+    """Of each q / 100 * (counted - 1) the whole part as int32 and the fraction as float32: exact to 2^-24. [..., qs].
 
     A float32 product would miss the rank by one from 2^24 elements on: the product is of 16-bit digits.
     """
-    last = jnp.maximum(counted - 1, 0)
-    if q == 100:
-        return last, jnp.zeros(counted.shape, jnp.float32)
-    share = int(Fraction(q) / 100 * 2**64)
-    digits = [share >> (48 - 16 * i) & 0xFFFF for i in range(4)]  # weights 2^-16, ..., 2^-64
+    last = jnp.maximum(counted - 1, 0)[..., None]
+    shares = [int(Fraction(q) / 100 * 2**64) for q in qs]
+    digits = [np.array([share >> (48 - 16 * i) & 0xFFFF for share in shares], np.uint32) for i in range(4)]
     halves = [last.astype(jnp.uint32) >> 16, last.astype(jnp.uint32) & 0xFFFF]  # weights 2^16 and 1
-    # sums[i]: weight 2^(16 - 16 i)
-    sums: list[Any] = [jnp.zeros(counted.shape, jnp.uint32) for _ in range(6)]
+    # sums[i]: weight 2^(16 - 16 i); of the digits: 2^-16, ..., 2^-64
+    sums: list[Any] = [jnp.zeros((*counted.shape, len(qs)), jnp.uint32) for _ in range(6)]
     for i, half in enumerate(halves):
         for j, digit in enumerate(digits):
-            product = half * jnp.uint32(digit)
+            product = half * digit
             sums[i + j] = sums[i + j] + (product >> 16)
             sums[i + j + 1] = sums[i + j + 1] + (product & 0xFFFF)
     for i in range(5, 0, -1):
         sums[i - 1] = sums[i - 1] + (sums[i] >> 16)
         sums[i] = sums[i] & 0xFFFF
-    fraction = (sums[2] << 16 | sums[3]) >> 8
-    return (sums[0] << 16 | sums[1]).astype(jnp.int32), fraction.astype(jnp.float32) * jnp.float32(2.0**-24)
+    whole = (sums[0] << 16 | sums[1]).astype(jnp.int32)
+    fraction = ((sums[2] << 16 | sums[3]) >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+    end = np.array([q == 100 for q in qs])  # a share of 1 has no digits
+    return jnp.where(end, last, whole), jnp.where(end, 0, fraction)
 
 
 def _locate(counts: Any, ranks: Any) -> tuple[Any, Any]:

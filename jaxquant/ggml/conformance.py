@@ -47,6 +47,18 @@ def check(bits: Bits, close: Callable[[str, str, Any, np.ndarray, float], None],
     """
     rng = np.random.default_rng(0)
     use = {"implementation": implementation}
+
+    # Compiled as a whole: alone, each small step around a kernel is a program too.
+    @jax.jit
+    def linear(x: Any, w: QTensor, dy: Any) -> Any:
+        y, backward = jax.vjp(lambda x: products.linear(x, w[0], **use), x)
+        return products.linear(x, w[0], lhs_qtype=None, **use), y, backward(dy)[0]
+
+    @jax.jit
+    def moe(x: Any, w: QTensor, dy: Any) -> Any:
+        y, backward = jax.vjp(lambda x: products.moe_linear(x, w, _CHOSEN, lhs_qtype=None, **use), x)
+        return y, backward(dy)[0]
+
     for kind in formats.values():
         k = max(2 * kind.block_size, 64)
         x = rng.standard_normal((_EXPERTS, _ROWS, k)).astype(np.float32)
@@ -64,7 +76,7 @@ def check(bits: Bits, close: Callable[[str, str, Any, np.ndarray, float], None],
         inside = ((ids >= 0) & (ids < _ROWS))[:, None]
         taken = np.where(inside, wide[0][np.clip(ids, 0, _ROWS - 1)], np.float32(0))
         bits("ggml_take", kind.name, w[0].take(ids, **use), taken)
-        prepared = w
+        forms = [("plain", w)]
         if layouts.has_prepared_form(kind.name):
             there = codec.prepare(w.data, kind.name, implementation)
             prepared = QTensor(there, kind, "prepared", layouts.padding_of(_ROWS))
@@ -73,30 +85,28 @@ def check(bits: Bits, close: Callable[[str, str, Any, np.ndarray, float], None],
             bits("ggml_prepare", f"{kind.name}, back", back, data)
             bits("ggml_dequantize", f"{kind.name}, prepared", prepared.dequantize(**use), wide)
             bits("ggml_take", f"{kind.name}, prepared", prepared[0].take(ids, **use), taken)
+            forms.append(("prepared", prepared))
 
         exact = wide.astype(np.float64)
         for tokens in _TOKENS if implementation != "cuda_emulation" else _TOKENS[1:2]:
             tall = rng.standard_normal((tokens, k)).astype(np.float32)
             product = tall.astype(np.float64) @ exact[0].T
-            for layout, each in (("plain", w), ("prepared", prepared)):
+            dy = rng.standard_normal((tokens, _ROWS)).astype(np.float32)
+            dx_exact = dy.astype(np.float64) @ exact[0]
+            # The bound of 1e-4 is for many products; a few scatter.
+            most = 1e-4 if tokens * _ROWS > 100 else 4e-4
+            for layout, each in forms:
                 what = f"{kind.name}, {layout}, {tokens} tokens"
-                y = products.linear(tall, each[0], lhs_qtype=None, **use)
+                y, y_int8, dx = linear(tall, each, dy)
                 close("ggml_linear", f"{what}, float", y, product, 1e-10)
-                # The bound of 1e-4 is for many products; a few scatter.
-                most = 1e-4 if tokens * _ROWS > 100 else 4e-4
-                close("ggml_linear", f"{what}, int8", products.linear(tall, each[0], **use), product, most)
-                dy = rng.standard_normal((tokens, _ROWS)).astype(np.float32)
-                dx = jax.vjp(lambda x, each=each: products.linear(x, each[0], **use), jnp.asarray(tall))[1](dy)[0]
-                close("ggml_linear_gradient", what, dx, dy.astype(np.float64) @ exact[0], 1e-10)
+                close("ggml_linear", f"{what}, int8", y_int8, product, most)
+                close("ggml_linear_gradient", what, dx, dx_exact, 1e-10)
         few = rng.standard_normal((3, 1, k)).astype(np.float32)
         known = (_CHOSEN >= 0)[..., None]
         product = np.where(known, np.einsum("tk,tsnk->tsn", few[:, 0].astype(np.float64), exact[_CHOSEN]), 0.0)
         dy = rng.standard_normal((3, 2, _ROWS)).astype(np.float32)
         gradient = np.where(known, np.einsum("tsn,tsnk->tsk", dy.astype(np.float64), exact[_CHOSEN]), 0.0)
-        for layout, each in (("plain", w), ("prepared", prepared)):
-            y, backward = jax.vjp(
-                lambda x, each=each: products.moe_linear(x, each, _CHOSEN, lhs_qtype=None, **use), jnp.asarray(few)
-            )
+        for layout, each in forms:
+            y, dx = moe(few, each, dy)
             close("ggml_moe_linear", f"{kind.name}, {layout}", y, product, 1e-10)
-            dx = backward(jnp.asarray(dy))[0]
             close("ggml_moe_linear_gradient", f"{kind.name}, {layout}", dx, gradient.sum(1, keepdims=True), 1e-10)
