@@ -1,6 +1,6 @@
 # Every target sets up what it needs: a virtual environment, the build, the packages.
 #
-#   make quickstart   quantisation-aware training on real data (under three minutes on a fresh machine)
+#   make quickstart   quantisation-aware training on real data (three to five minutes on two cores)
 #   make test         the test suite
 #   make help         all targets
 
@@ -46,7 +46,7 @@ $(VENV)/created:
 
 # One environment, one installation: with the emulated CUDA kernels once the tests have asked for them.
 $(VENV)/quickstart: $(VENV)/created $(SOURCES)
-	@echo "installing jaxquant (compiles the kernels for two instruction sets, about a minute)"
+	@echo "installing jaxquant (compiles the kernels for two instruction sets, two to three minutes on two cores)"
 	@$(BIN)/$(PIP) '.[examples]' -C cmake.define.JAXQUANT_ALL_ISAS=OFF && touch $@
 
 $(VENV)/test: $(VENV)/created $(SOURCES)
