@@ -61,10 +61,12 @@ FORMATS = [
          "plain.*prepared", "'tiled'", "prepare"),
     case("prepared floats", ValueError, lambda x: QTensor(zeros(1, 1024, dtype=np.uint8), "F16", "prepared"), "QTensor",
          "layout", "'plain'", "'prepared'", "F16 has no other"),
-    case("too much padding", ValueError, lambda x: QTensor(zeros(1, 272, dtype=np.uint8), "Q8_0", "prepared", 8),
-         "QTensor", "padding", "0 to 7 rows", "8"),
-    case("padding of plain rows", ValueError, lambda x: QTensor(W.data, "Q8_0", "plain", 1), "QTensor", "padding", "0",
-         "1", "prepare"),
+    case("more rows than data", ValueError, lambda x: QTensor(zeros(1, 272, dtype=np.uint8), "Q8_0", "prepared", 9),
+         "QTensor", "data", "2 eights of rows for 9 rows", "1", "shard the plain tensor"),
+    case("eights missing", ValueError, lambda x: QTensor(zeros(1, 272, dtype=np.uint8), "Q8_0", "prepared", 16),
+         "QTensor", "rows", "8 as in data", "16"),
+    case("rows of the plain layout", ValueError, lambda x: QTensor(W.data, "Q8_0", "plain", 1), "QTensor", "rows",
+         "None in the plain layout", "1"),
 ]
 
 QUANTIZE = [

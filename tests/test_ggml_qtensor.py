@@ -150,7 +150,7 @@ def test_prepare_there_and_back(name, n):
     from jaxquant.ggml import layout
 
     np.testing.assert_array_equal(layout.prepare(jnp.asarray(data), name), prepared.data)
-    np.testing.assert_array_equal(layout.plain(prepared.data, name, prepared.padding), data)
+    np.testing.assert_array_equal(layout.plain(prepared.data, name, layout.prepared_layout(n)), data)
 
 
 @pytest.mark.smoke

@@ -327,6 +327,19 @@ def test_shard_map(layout, prepared, manual):
     assert oracle.nmse(jax.jit(jax.grad(outer))(*placed), expected) <= 1e-12
 
 
+def test_shard_map_refuses_a_cut_that_leaves_the_last_eight_not_full():
+    """A shard cannot tell whether the rows that fill up the eights are its own; a whole tensor can."""
+    mesh = mesh_of(MESH)
+    x, w = normal(TOKENS, K), weights("Q8_0", 8 * mesh.size - 3, K, prepared=True)
+
+    def call(w_spec, out_spec):
+        return jax.jit(jax.shard_map(ggml.linear, mesh=mesh, in_specs=(P(), w_spec), out_specs=out_spec))
+
+    with pytest.raises(ValueError, match=rf"QTensor: data.*{mesh.size} eights of rows for {8 * mesh.size - 3} rows"):
+        call(P(("a", "b")), P(None, ("a", "b")))(x, w)
+    assert_same_bits(call(P(), P())(x, w), ggml.linear(x, w))
+
+
 @MANUAL
 @pytest.mark.parametrize("prepared", [False, True], ids=["plain", "prepared"])
 def test_shard_map_of_columns(prepared, manual):

@@ -15,9 +15,10 @@ import numpy as np
 from jax.extend import source_info_util
 
 from jaxquant._core.errors import refuse
-from jaxquant.export import quantised_rules  # noqa: F401 (its rules)
+from jaxquant.export import quantised_rules
 from jaxquant.export.graph import NAME, Constant, Graph, NeedsOpset, Tensor, Value, is_static
 from jaxquant.export.lax_rules import RULES, unsupported
+from jaxquant.nn.products import CONVOLUTIONS
 
 # Codes of weights stay codes.
 KEPT = ("jaxquant_dequantize", "jaxquant_fake_quantize", "jaxquant_quantize", "jaxquant_unpack")
@@ -48,7 +49,8 @@ def to_onnx(
     `fake_quantize`, `quantize`, `dequantize` of an       QuantizeLinear, DequantizeLinear; a range narrower than the
     activation                                            code type's is a Clip in front
     a `QArray`, or `fake_quantize` of a parameter         its codes as an initializer, and DequantizeLinear
-    `matmul`, `einsum`, `dot_general`, `qat_dense`        MatMul of what DequantizeLinear gives, and Add
+    `matmul`, `einsum`, `dot_general`, `qat_dense`,       MatMul or Conv of what DequantizeLinear gives, and Add
+    converted dense and convolutional layers
     `dynamic_quantize`, ``lhs_qtype=jnp.int8``            the same arithmetic in elementary nodes and MatMulInteger
                                                           (DynamicQuantizeLinear has another rule)
     products, convolutions, pooling, sums, shapes and     their counterparts; convolutions in ONNX's order of axes,
@@ -163,6 +165,8 @@ def _evaluate(g: Graph, jaxpr: Any, constants: Sequence[Value], inputs: Sequence
 def _apply(g: Graph, eqn: Any, operands: list[Value]) -> list[Value]:
     name = eqn.primitive.name
     if name in CALLS:
+        if eqn.params.get("name") in CONVOLUTIONS and (y := quantised_rules.convolved(g, eqn, operands)) is not None:
+            return [y]
         inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
         constants = [Constant(np.asarray(c)) for c in getattr(inner, "consts", ())]
         g.callers.append(eqn)

@@ -267,9 +267,11 @@ def _pad(g: Graph, eqn: Any, x: Value, value: Value) -> Value:
     config, out = eqn.params["padding_config"], eqn.outvars[0].aval
     if any(inner for _, _, inner in config):
         raise unsupported("pad between elements", "pad at the edges")
-    edges = np.array([[low for low, _, _ in config], [high for _, high, _ in config]], np.int64).reshape(-1)
-    name = g.name(g.full(x, eqn.invars[0].aval.shape))
-    return g.result("Pad", name, g.initializer(edges, "edges"), g.name(value), shape=out.shape, dtype=out.dtype)
+    t = g.tensor(g.full(x, eqn.invars[0].aval.shape))
+    t = g.caught_up(t) if t.reshaped else t
+    own = np.argsort(t.permutation or range(len(t.base)))  # where the axes of what is padded are in the value
+    edges = np.array([config[d][side] for side in (0, 1) for d in own], np.int64)
+    return t.like(g.node("Pad", t.name, g.initializer(edges, "edges"), g.name(value)), tuple(out.shape[d] for d in own))
 
 
 # ----------------------------------------------------------------------------------------------- reductions and windows
@@ -405,12 +407,22 @@ def _conv(g: Graph, eqn: Any, x: Value, w: Value) -> Value:
         raise unsupported("a convolution with batch groups or negative padding", "ONNX has none")
     if np.dtype(out.dtype).kind in "iu":
         raise unsupported("a convolution of integers", "dequantise in front of it: runtimes fuse the two")
-    x = g.transpose(g.full(g.cast(x, out.dtype), eqn.invars[0].aval.shape), numbers.lhs_spec)
+    x = g.full(g.cast(x, out.dtype), eqn.invars[0].aval.shape)
     w = g.full(g.cast(w, out.dtype) if not isinstance(w, Quantised) else w, eqn.invars[1].aval.shape)
-    w = g.transpose(w, numbers.rhs_spec)
+    return convolution(
+        g, x, w, numbers, out, p["window_strides"], p["rhs_dilation"], p["feature_group_count"], p["padding"]
+    )
+
+
+def convolution(
+    g: Graph, x: Value, w: Value, numbers: Any, out: Any, strides: Any, dilations: Any, groups: int, padding: Any
+) -> Value:
+    """numbers: specifications of x, w and the result as in `jax.lax.ConvDimensionNumbers`."""
+    x_spec, w_spec, out_spec = numbers
+    x, w = g.transpose(x, x_spec), g.transpose(w, w_spec)
     y = g.result(
-        "Conv", g.name(x), g.name(w), shape=tuple(out.shape[d] for d in numbers.out_spec), dtype=out.dtype,
-        strides=list(p["window_strides"]), dilations=list(p["rhs_dilation"]), group=p["feature_group_count"],
-        pads=[pair[side] for side in (0, 1) for pair in p["padding"]], kernel_shape=list(w.shape[2:]),
+        "Conv", g.name(x), g.name(w), shape=tuple(out.shape[d] for d in out_spec), dtype=out.dtype,
+        strides=list(strides), dilations=list(dilations), group=groups, kernel_shape=list(w.shape[2:]),
+        pads=[pair[side] for side in (0, 1) for pair in padding],
     )  # fmt: skip
-    return g.transpose(y, np.argsort(numbers.out_spec))
+    return g.transpose(y, np.argsort(out_spec))

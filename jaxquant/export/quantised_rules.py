@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,7 +15,8 @@ from jaxquant.affine import qtypes
 from jaxquant.affine.packing import unpack
 from jaxquant.affine.quantize import quantize_p
 from jaxquant.export.graph import NAME, Constant, Graph, Quantised, Tensor, Value, scalar, smallest_type
-from jaxquant.export.lax_rules import binary, product, rule, unary, unsupported
+from jaxquant.export.lax_rules import binary, convolution, product, rule, unary, unsupported
+from jaxquant.nn.products import CONVOLUTIONS
 
 STATIC = "give a static scale, such as a QParams from choose_qparams or an observer"
 
@@ -25,6 +27,12 @@ def _parameters(*values: Value) -> list[np.ndarray]:
             raise refuse(NAME, "scale", "scales and zero points that do not depend on the inputs", "such as do", STATIC)
     _is_float64(*values)
     return [np.asarray(value.value, np.float32) for value in values if isinstance(value, Constant)]
+
+
+def _with_zero_point(scale: Value, zero_point: Value | None) -> list[np.ndarray]:
+    """None, and no elements, are zero."""
+    scales, *zeros = _parameters(scale, *[] if zero_point is None else [zero_point])
+    return [scales, zeros[0] if zeros and zeros[0].size else np.zeros((1,) * scales.ndim, np.float32)]
 
 
 def _is_float64(*values: Any) -> None:
@@ -95,9 +103,7 @@ def _matrix(
     codes = np.asarray(layouts.codes_of(jnp.asarray(data.value), bits=bits, signed=signed, k=k, n=n, prepared=prepared))
     if bits == 8 and data.qtype:
         qtype = data.qtype  # unpacked before the product
-    scales, zeros = _parameters(scale, zero_point)
-    if not zeros.size:
-        zeros = np.zeros((1,) * scales.ndim, np.float32)
+    scales, zeros = _with_zero_point(scale, zero_point)
     w = Quantised(codes, scales, zeros, qtype)
     one = w.reshape(codes.shape[1:]) if len(codes) == 1 else None
     return w if one is None else one
@@ -121,14 +127,41 @@ def _scaled(
     if isinstance(a_scale, Tensor):
         y = _of_rows(g, a, a_scale, w, out)
     else:
-        scales, zeros = _parameters(a_scale, a_zero)
-        if not zeros.size:
-            zeros = np.zeros((1,) * scales.ndim, np.float32)
+        scales, zeros = _with_zero_point(a_scale, a_zero)
         x = g.dequantised(g.tensor(a), scales, zeros)
         y = product(g, x, w, out.shape, np.float32)
     if eqn.invars[-1].aval.size:
         y = binary(g, "Add", y, g.reshape(bias, (1, 1, bias.shape[0])))
     return g.cast(y, out.dtype)
+
+
+def convolved(g: Graph, eqn: Any, operands: list[Value]) -> Value | None:
+    """A layer's convolution of codes as Conv of their values; None: under scales that depend on the inputs, or mapped
+    over more than examples."""
+    op, tree = CONVOLUTIONS[eqn.params["name"]]
+    out, (x, w, bias) = eqn.outvars[0].aval, jax.tree.unflatten(tree, operands)
+    d, one = len(op.strides), (1,) * (w.ndim - 1)
+    examples = x.data.shape[: x.ndim - d - 1]
+    known = all(v is None or isinstance(v, Constant) for v in (x.scale, x.zero_point, *jax.tree.leaves(w), bias))
+    # vmap puts an axis before that of examples, which is 1 then.
+    fits = out.shape[: len(examples)] == examples and (len(examples) == 1 or examples[1:] == (1,))
+    whole = x._static[0].bits == 8 and w.layout == "plain"
+    if not (known and fits and whole and x.scale.value.size == 1):
+        return None
+    scale, zero_point = _with_zero_point(x.scale, x.zero_point)
+    values = g.dequantised(g.tensor(x.data), scale.reshape((1,) * x.ndim), zero_point.reshape((1,) * x.ndim))
+    code = w._static[0]
+    codes = w.data.value if code.bits == 8 else np.asarray(unpack(w.data.value, code.name, w.shape[-1]))
+    scale, zero_point = _with_zero_point(w.scale, w.zero_point)
+    kernel = Quantised(codes, scale, zero_point, code.name)
+    merged = jax.ShapeDtypeStruct((examples[0], *out.shape[len(examples) :]), np.float32)
+    y = convolution(
+        g, g.reshape(values, (examples[0], *x.shape[len(examples) :])), kernel, op.numbers, merged, op.strides,
+        op.dilation, op.groups, ((0, 0),) * d,
+    )  # fmt: skip
+    if bias is not None:
+        y = binary(g, "Add", y, g.reshape(g.cast(bias, np.float32), (*one, bias.shape[0])))
+    return g.cast(g.reshape(y, out.shape), out.dtype)
 
 
 @rule("jaxquant_int_matmul")

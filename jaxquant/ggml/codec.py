@@ -139,8 +139,7 @@ def _dequantize_batch(operands: Any, dims: Any, **params: Any) -> Any:
 
 
 def _dequantize_reference(data: Any, *, format: str, layout: Layout, dtype: Any) -> Any:
-    plain_data = layouts.plain(data, format, layout.padding) if layout.prepared else data
-    return reference.dequantize(plain_data, format, dtype)
+    return reference.dequantize(layouts.plain(data, format, layout), format, dtype)
 
 
 def _layout_attributes(*, format: str, layout: Layout, **_: Any) -> dict[str, int]:
@@ -180,6 +179,7 @@ def _take_batch(operands: Any, dims: Any, **params: Any) -> Any:
         n = data.shape[1] * params["layout"].together
         ids = jnp.where((ids >= 0) & (ids < n), ids + n * jnp.arange(size, dtype=ids.dtype)[:, None], -1)
         data = data.reshape(size * data.shape[1], data.shape[2])
+        params["layout"] = Layout(params["layout"].prepared)
     out = bind(ggml_take_p, data, ids.reshape(-1), **params)
     return out.reshape(*ids.shape, out.shape[-1])
 
@@ -212,16 +212,16 @@ ggml_take_p = build(
 # ------------------------------------------------------------------------------------------------------------- prepare
 
 
-def _prepare_shape(data: Any, prepare: bool, padding: int) -> tuple[Any, ...]:
+def _prepare_shape(data: Any, prepare: bool, layout: Layout) -> tuple[Any, ...]:
     *lead, rows, size = data.shape
     if prepare:
         return (*lead, -(-rows // layouts.EIGHT), size * layouts.EIGHT)
-    return (*lead, rows * layouts.EIGHT - padding, size // layouts.EIGHT)
+    return (*lead, layout.rows(data), size // layouts.EIGHT)
 
 
-def _prepare_axes(data: Any, *, format: str, prepare: bool, padding: int) -> Axes:
-    shape = _prepare_shape(data, prepare, padding) if prepare else data.shape
-    names, units = _row_axes(jax.ShapeDtypeStruct(shape, jnp.uint8), format, Layout(True, padding))
+def _prepare_axes(data: Any, *, format: str, prepare: bool, layout: Layout) -> Axes:
+    shape = _prepare_shape(data, prepare, layout) if prepare else data.shape
+    names, units = _row_axes(jax.ShapeDtypeStruct(shape, jnp.uint8), format, layout)
     return Axes([names], [names], units)
 
 
@@ -229,19 +229,19 @@ def _prepare_batch(operands: Any, dims: Any, **params: Any) -> Any:
     return bind(ggml_prepare_p, jnp.moveaxis(operands[0], dims[0], 0), **params)
 
 
-def _prepare_reference(data: Any, *, format: str, prepare: bool, padding: int) -> Any:
-    return layouts.prepare(data, format) if prepare else layouts.plain(data, format, padding)
+def _prepare_reference(data: Any, *, format: str, prepare: bool, layout: Layout) -> Any:
+    return layouts.prepare(data, format) if prepare else layouts.plain(data, format, layout)
 
 
 ggml_prepare_p = build(
     Operation(
         name="ggml_prepare",
         operands=("packed",),
-        results=lambda data, *, format, prepare, padding: [
-            Result("packed", _prepare_shape(data, prepare, padding), jnp.uint8)
+        results=lambda data, *, format, prepare, layout: [
+            Result("packed", _prepare_shape(data, prepare, layout), jnp.uint8)
         ],
         reference=_prepare_reference,
-        attributes=lambda *, format, prepare, padding: {"format": formats[format].type_id, "prepare": int(prepare)},
+        attributes=lambda *, format, prepare, layout: {"format": formats[format].type_id, "prepare": int(prepare)},
         dtypes=("uint8",),
         axes=_prepare_axes,
         batch=_prepare_batch,
@@ -252,19 +252,15 @@ ggml_prepare_p = build(
 
 def prepare(data: Any, format: str, implementation: str | None = None) -> jax.Array:
     """Plain data in the prepared layout, of a format that has it."""
-    padding = layouts.padding_of(data.shape[-2])
-    return bind(
-        ggml_prepare_p, data, format=format, prepare=True, padding=padding, implementation=implementation
-    )  # fmt: skip
+    layout = layouts.prepared_layout(data.shape[-2])
+    return bind(ggml_prepare_p, data, format=format, prepare=True, layout=layout, implementation=implementation)
 
 
 def plain(data: Any, format: str, layout: Layout, implementation: str | None = None) -> Any:
     """Data of either layout in the plain one."""
     if not layout.prepared:
         return data
-    return bind(
-        ggml_prepare_p, data, format=format, prepare=False, padding=layout.padding, implementation=implementation
-    )  # fmt: skip
+    return bind(ggml_prepare_p, data, format=format, prepare=False, layout=layout, implementation=implementation)
 
 
 # ----------------------------------------------------------------------------------------------------- differentiation

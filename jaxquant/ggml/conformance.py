@@ -79,7 +79,7 @@ def check(bits: Bits, close: Callable[[str, str, Any, np.ndarray, float], None],
         forms = [("plain", w)]
         if layouts.has_prepared_form(kind.name):
             there = codec.prepare(w.data, kind.name, implementation)
-            prepared = QTensor(there, kind, "prepared", layouts.padding_of(_ROWS))
+            prepared = QTensor(there, kind, "prepared", _ROWS)
             bits("ggml_prepare", kind.name, there, np.asarray(layouts.prepare(jnp.asarray(data), kind.name)))
             back = codec.plain(there, kind.name, prepared._layout, implementation)
             bits("ggml_prepare", f"{kind.name}, back", back, data)

@@ -14,16 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxquant._core import ffi
+from jaxquant._core.errors import refuse
 from jaxquant.ggml.formats import formats
 
 EIGHT = 8
 
 
 class Layout(NamedTuple):
-    """padding: rows that fill up the last eight of prepared data."""
+    """ragged_rows: how many rows prepared data has where they do not fill their last eight, else 0.
+
+    The count itself and not what is missing: a shard that ``shard_map`` cut from such data is then told from a whole.
+    """
 
     prepared: bool = False
-    padding: int = 0
+    ragged_rows: int = 0
 
     @property
     def together(self) -> int:
@@ -31,19 +35,32 @@ class Layout(NamedTuple):
         return EIGHT if self.prepared else 1
 
     def rows(self, data: Any) -> int:
-        return data.shape[-2] * self.together - self.padding
+        if not self.ragged_rows:
+            return data.shape[-2] * self.together
+        eights = -(-self.ragged_rows // EIGHT)
+        if data.shape[-2] != eights:
+            raise refuse(
+                "QTensor", "data", f"{eights} eights of rows for {self.ragged_rows} rows", str(data.shape[-2]),
+                "a shard of prepared rows has whole eights: shard the plain tensor, or another axis",
+            )  # fmt: skip
+        return self.ragged_rows
+
+    def padding(self, data: Any) -> int:
+        """Rows of zeros that fill up the last eight."""
+        return data.shape[-2] * self.together - self.rows(data)
 
     def columns(self, data: Any, format: str) -> int:
         return formats[format].row_size(data.shape[-1] // self.together)
 
     def units(self, data: Any, format: str) -> dict[str, Any]:
-        """Into how many parts rows and columns may be cut: a shard has whole blocks, and no padding of its own."""
+        """Into how many parts rows and columns may be cut: a shard has whole blocks and whole eights."""
         size = formats[format].type_size * self.together
-        return {"k": data.shape[-1] // size, "n": 1 if self.padding else data.shape[-2]}
+        return {"k": data.shape[-1] // size, "n": 1 if self.ragged_rows else data.shape[-2]}
 
 
-def padding_of(n: int) -> int:
-    return -n % EIGHT
+def prepared_layout(n: int) -> Layout:
+    """Of n rows."""
+    return Layout(True, n if n % EIGHT else 0)
 
 
 @functools.cache
@@ -66,13 +83,15 @@ def prepare(data: Any, format: str) -> Any:
     assert places is not None
     *lead, n, row_bytes = data.shape
     eights, blocks = -(-n // EIGHT), row_bytes // size
-    whole = jnp.pad(data, [(0, 0)] * len(lead) + [(0, padding_of(n)), (0, 0)])
+    whole = jnp.pad(data, [(0, 0)] * len(lead) + [(0, eights * EIGHT - n), (0, 0)])
     tiles = whole.reshape(*lead, eights, EIGHT, blocks, size).swapaxes(-2, -3)
     return tiles.reshape(*lead, eights, blocks, EIGHT * size)[..., places].reshape(*lead, eights, EIGHT * row_bytes)
 
 
-def plain(data: Any, format: str, padding: int) -> Any:
-    """Prepared data to plain data."""
+def plain(data: Any, format: str, layout: Layout) -> Any:
+    """Data of either layout to plain data."""
+    if not layout.prepared:
+        return data
     places, size = _places(format), formats[format].type_size
     assert places is not None
     *lead, eights, all_bytes = data.shape
@@ -80,7 +99,7 @@ def plain(data: Any, format: str, padding: int) -> Any:
     tiles = data.reshape(*lead, eights, blocks, EIGHT * size)[..., np.argsort(places)]
     rows = tiles.reshape(*lead, eights, blocks, EIGHT, size).swapaxes(-2, -3)
     rows = rows.reshape(*lead, eights * EIGHT, all_bytes // EIGHT)
-    return rows[..., : eights * EIGHT - padding, :]
+    return rows[..., : layout.rows(data), :]
 
 
 def plain_rows(data: Any, ids: Any, format: str) -> Any:

@@ -25,8 +25,7 @@ from jaxquant._core.primitive import Axes, Operation, Result, bind, build
 from jaxquant.ggml import reference
 from jaxquant.ggml.codec import FLOATS, batched_front, mapped_size
 from jaxquant.ggml.formats import formats
-from jaxquant.ggml.layout import Layout
-from jaxquant.ggml.layout import plain as plain_data
+from jaxquant.ggml.layout import Layout, plain
 from jaxquant.ggml.qtensor import QTensor
 
 
@@ -226,10 +225,6 @@ def _attributes(*, format: str, layout: Layout, int8: bool | None = None) -> dic
     return integers if int8 is None else {**integers, "int8": int(int8)}
 
 
-def _plain(w: Any, format: str, layout: Layout) -> Any:
-    return plain_data(w, format, layout.padding) if layout.prepared else w
-
-
 # ------------------------------------------------------------------------------------------------------------- linear
 # x [b or 1, m, k], w [b, n, row_bytes] (or prepared) -> [b, m, n]; dy [b, m, n] -> dx [b, m, k]
 
@@ -269,11 +264,11 @@ def _linear_batch(primitive: Callable[[], Any], shared: bool) -> Callable[..., A
 
 def _linear_reference(x: Any, w: Any, *, format: str, layout: Layout, int8: bool) -> Any:
     del int8
-    return reference.linear(x, _plain(w, format, layout), format)
+    return reference.linear(x, plain(w, format, layout), format)
 
 
 def _linear_gradient_reference(dy: Any, w: Any, *, format: str, layout: Layout) -> Any:
-    return reference.linear_dx(dy, _plain(w, format, layout), format)
+    return reference.linear_dx(dy, plain(w, format, layout), format)
 
 
 def _scratch(x: Any, w: Any, ids: Any = None, *, int8: bool = False, **_: Any) -> Result:
@@ -353,11 +348,11 @@ def _moe_batch(primitive: Callable[[], Any]) -> Callable[..., Any]:
 
 def _moe_reference(x: Any, w: Any, ids: Any, *, format: str, layout: Layout, int8: bool) -> Any:
     del int8
-    return reference.moe_linear(x, _plain(w, format, layout), ids, format)
+    return reference.moe_linear(x, plain(w, format, layout), ids, format)
 
 
 def _moe_gradient_reference(dy: Any, w: Any, ids: Any, *, format: str, layout: Layout) -> Any:
-    return reference.moe_linear_dx(dy, _plain(w, format, layout), ids, format)
+    return reference.moe_linear_dx(dy, plain(w, format, layout), ids, format)
 
 
 ggml_moe_linear_p = build(

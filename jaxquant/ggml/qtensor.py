@@ -16,7 +16,7 @@ from jaxquant._core.errors import refuse
 from jaxquant._core.primitive import bind
 from jaxquant.ggml import codec
 from jaxquant.ggml.formats import BlockFormat, find
-from jaxquant.ggml.layout import EIGHT, Layout, has_prepared_form, padding_of
+from jaxquant.ggml.layout import Layout, has_prepared_form, prepared_layout
 
 LAYOUTS = ("plain", "prepared")
 
@@ -36,7 +36,7 @@ class QTensor:
       padding: rows of zeros that fill up the last eight of a prepared matrix, 0 to 7.
     """
 
-    def __init__(self, data: Any, format: str | BlockFormat, layout: str = "plain", padding: int = 0):
+    def __init__(self, data: Any, format: str | BlockFormat, layout: str = "plain", rows: int | None = None):
         self.data = data
         self.format = find("QTensor", format)
         if layout not in LAYOUTS:
@@ -45,10 +45,11 @@ class QTensor:
         if prepared and not has_prepared_form(self.format.name):
             remedy = f"{self.format.name} has no other layout"
             raise refuse("QTensor", "layout", "'plain'", repr(layout), remedy)
-        if not 0 <= padding < (EIGHT if prepared else 1):
-            expected = f"0 to {EIGHT - 1} rows" if prepared else "0 in the plain layout"
-            raise refuse("QTensor", "padding", expected, str(padding), "see QTensor.prepare")
-        self._layout = Layout(prepared, padding)
+        if rows is not None and not prepared:
+            raise refuse("QTensor", "rows", "None in the plain layout", str(rows), "its data has them")
+        self._layout = Layout() if not prepared else Layout(True) if rows is None else prepared_layout(rows)
+        if rows is not None and rows != self._layout.rows(data):
+            raise refuse("QTensor", "rows", f"{self._layout.rows(data)} as in data", str(rows), "see QTensor.prepare")
         if getattr(data, "dtype", np.uint8) != np.uint8:
             remedy = "see jaxquant.ggml.quantize, or view the bytes as uint8"
             raise refuse("QTensor", "data", "uint8", str(data.dtype), remedy, TypeError)
@@ -70,7 +71,7 @@ class QTensor:
 
     @property
     def padding(self) -> int:
-        return self._layout.padding
+        return self._layout.padding(self.data) if self.ndim > 1 else 0
 
     @classmethod
     def from_bytes(cls, data: Any, format: str | BlockFormat, shape: tuple[int, ...]) -> QTensor:
@@ -162,7 +163,7 @@ class QTensor:
         if used > whole:
             remedy = "dequantise to reach into rows" if self.layout == "plain" else "use .plain() to reach single rows"
             raise refuse("QTensor", "index", f"at most {whole} axes of {self.shape}", str(used), remedy)
-        return QTensor(self.data[index], self.format, self.layout, self.padding)
+        return self.tree_unflatten((self.format, self._layout), [self.data[index]])
 
     def dequantize(self, dtype: Any = jnp.float32, *, implementation: str | None = None) -> jax.Array:
         """The values, in float32 (ggml's, bit for bit), or rounded from that to float16 or bfloat16. No gradient.
@@ -208,7 +209,7 @@ class QTensor:
 
         Worth it for weights that are multiplied more than once. Rows lie together by eights, those missing in the last
         one filled up with zeros (`padding`): data is ``[..., ceil(n / 8), 8 * row_bytes]``. Leading axes are indexed
-        and sharded as before, rows in eights (in ``shard_map`` a row count that is a multiple of eight), the last axis
+        and sharded as before, rows in eights (in ``shard_map`` where their count is a multiple of eight), the last axis
         in whole blocks. Formats whose decoding would gain nothing stay plain.
 
         >>> ggml.QTensor.zeros((8, 256), "Q4_K").prepare().layout
@@ -221,7 +222,7 @@ class QTensor:
         if not has_prepared_form(self.format.name):
             return self
         data = codec.prepare(self.data, self.format.name, ffi.DEFAULT_IMPLEMENTATION)
-        return QTensor(data, self.format, "prepared", padding_of(self.shape[-2]))
+        return QTensor(data, self.format, "prepared", self.shape[-2])
 
     def plain(self) -> QTensor:
         """The same tensor in the order of bytes of GGUF files."""
@@ -233,12 +234,12 @@ class QTensor:
 
 def _serialized(static: tuple[BlockFormat, Layout]) -> bytes:
     format, layout = static
-    return f"{format.name} {LAYOUTS[layout.prepared]} {layout.padding}".encode()
+    return f"{format.name} {LAYOUTS[layout.prepared]} {layout.ragged_rows}".encode()
 
 
 def _deserialized(static: bytes) -> tuple[BlockFormat, Layout]:
-    name, layout, padding = static.decode().split()
-    return find("QTensor", name), Layout(layout == "prepared", int(padding))
+    name, layout, ragged_rows = static.decode().split()
+    return find("QTensor", name), Layout(layout == "prepared", int(ragged_rows))
 
 
 # Exported functions may take and return tensors.

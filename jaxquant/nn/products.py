@@ -6,6 +6,8 @@ as_dot_general()  ->  dot()      qat_dense where it applies, else as below
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,6 +127,12 @@ class Conv:
     dilation: Axes
     groups: int
 
+    @property
+    def numbers(self) -> jax.lax.ConvDimensionNumbers:
+        d = len(self.strides)
+        outside = (0, d + 1, *range(1, d + 1))
+        return jax.lax.ConvDimensionNumbers(outside, (d + 1, d, *range(d)), outside)
+
     def hows(self, x: Any, w: Any, spec: Spec) -> tuple[How | None, How]:
         of_x = PerTensor() if spec.learned else spec.x_granularity or PerAxis(0)
         return spec.x_qtype and How(spec.x_qtype, of_x, spec.symmetric), How(
@@ -132,17 +140,18 @@ class Conv:
         )
 
     def floats(self, x: Any, w: Any) -> jax.Array:
-        d = len(self.strides)
-        outside = (0, d + 1, *range(1, d + 1))
-        numbers = jax.lax.ConvDimensionNumbers(outside, (d + 1, d, *range(d)), outside)
         return jax.lax.conv_general_dilated(
-            x, w, self.strides, "VALID", None, self.dilation, numbers, feature_group_count=self.groups
+            x, w, self.strides, "VALID", None, self.dilation, self.numbers, feature_group_count=self.groups
         )
 
     def integers(self, x: Any, w: QArray, bias: Any, dtype: Any) -> jax.Array:
         if not isinstance(x, QArray):
             y = self.floats(x, w.dequantize(x.dtype))
             return (y if bias is None else y + bias).astype(dtype)
+        leaves, tree = jax.tree.flatten((x, w, bias))
+        return _call_of_its_own(self, tree, dtype)(*leaves)
+
+    def of_codes(self, x: QArray, w: QArray, bias: Any, dtype: Any) -> jax.Array:
         d, g = len(self.strides), self.groups
         codes = self.patches(x.qvalue, w.shape[:d])  # [N, *out, *window, c]
         scale = x.scale.reshape(x.scale.shape[0], *(1,) * (codes.ndim - 1))
@@ -180,6 +189,23 @@ class Conv:
             strides = (1, *self.strides, 1)
             parts.append(jax.lax.slice(x, (0, *start, 0), (x.shape[0], *stop, x.shape[-1]), strides))
         return jnp.stack(parts, axis=-2).reshape(x.shape[0], *out, *window, x.shape[-1])
+
+
+# By name, the convolution that a call is, and the tree of its operands: what the export to ONNX writes as one node.
+CONVOLUTIONS: dict[str, tuple[Conv, Any]] = {}
+
+
+@functools.cache
+def _call_of_its_own(op: Conv, tree: Any, dtype: Any) -> Callable[..., jax.Array]:
+    def convolution(*leaves: Any) -> jax.Array:
+        x, w, bias = jax.tree.unflatten(tree, leaves)
+        return op.of_codes(x, w, bias, dtype)
+
+    # Of the same name in every process: compilation caches know programs by their text.
+    digest = hashlib.sha256(repr((op, tree, dtype)).encode()).hexdigest()[:8]
+    convolution.__name__ = f"jaxquant_convolution_{digest}"
+    CONVOLUTIONS[convolution.__name__] = op, tree
+    return jax.jit(convolution)
 
 
 def product(op: Dot | Conv, x: Any, w: Any, spec: Spec, scales: Scales, bias: Any, dtype: Any) -> jax.Array:
