@@ -59,10 +59,10 @@ quickstart: $(VENV)/quickstart
 	@mkdir -p build && $(BIN)/python examples/qat_digits.py --output build/qat_digits.png
 
 test: $(VENV)/test
-	$(BIN)/pytest -n auto -q -m "not slow"
+	$(BIN)/pytest -n auto --dist loadgroup -q -m "not slow"
 
 test-all: $(VENV)/test
-	$(BIN)/pytest -n auto -q
+	$(BIN)/pytest -n auto --dist loadgroup -q
 
 smoke: smoke-newest smoke-oldest
 

@@ -103,13 +103,13 @@ def test_counts(shape, granularity, implementation):
 @pytest.mark.parametrize("shape, granularity, implementation", CASES, indirect=["implementation"], ids=str)
 def test_percentiles(shape, granularity, implementation):
     x, qs = data(shape), (0, 12.5, 50, 99.9, 100)
-    for magnitude in (False, True):
-        options = {"magnitude": magnitude, "implementation": implementation}
-        found = np.asarray(jax.jit(functools.partial(percentile, q=qs, granularity=granularity, **options))(x))
+    find = functools.partial(percentile, q=qs, granularity=granularity, implementation=implementation)
+    found = jax.jit(lambda x: [find(x, magnitude=magnitude) for magnitude in (False, True)])(x)
+    for magnitude, results in zip((False, True), map(np.asarray, found), strict=True):
         for index, values in blocks(x, granularity):
             values = np.abs(values) if magnitude else values
             wanted = [exact_percentile(values, q) for q in qs]
-            np.testing.assert_array_equal(found[(slice(None), *index)], np.asarray(wanted, np.float32))
+            np.testing.assert_array_equal(results[(slice(None), *index)], np.asarray(wanted, np.float32))
 
 
 @pytest.mark.slow

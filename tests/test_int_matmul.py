@@ -218,16 +218,18 @@ PROBLEMS = {
 @pytest.mark.parametrize("qtype", QTYPES)
 def test_scaled(qtype, implementation):
     problems = {name: Problem(qtype, **options) for name, options in PROBLEMS.items()}
+    # Without kernels prepared data is put back in order before the product, whatever its type.
+    layouts = (False,) if implementation == "xla" and qtype not in ("int4", "uint8") else (False, True)
 
     @jax.jit
     def products(operands):
         return {
             name: [problems[name].call(*o, prepared=prepared, implementation=implementation)
-                   for prepared, o in zip((False, True), both, strict=True)]
-            for name, both in operands.items()
+                   for prepared, o in zip(layouts, each, strict=True)]
+            for name, each in operands.items()
         }  # fmt: skip
 
-    actual = products({name: [p.operands(False), p.operands(True)] for name, p in problems.items()})
+    actual = products({name: [p.operands(prepared) for prepared in layouts] for name, p in problems.items()})
     for name, p in problems.items():
         for y in actual[name]:
             assert_same_bits(y, p.expected())

@@ -51,16 +51,23 @@ def nmse(got, expected):
 TOKENS = np.random.default_rng(1).integers(0, 96, 24)
 
 
+MODES = pytest.mark.parametrize("lhs_qtype, bound", [(None, 1e-10), (jnp.int8, 1e-3)], ids=["float", "int8"])
+
+
 @pytest.mark.parametrize("formats", [("Q4_0",), ("Q8_0",), ("Q4_K", "Q6_K"), ("IQ4_XS",), ("MXFP4",)], ids=" ".join)
-@pytest.mark.parametrize("mode", ["float", "int8"])
-def test_logits_are_those_of_dequantised_weights_in_float64(tmp_path, formats, mode):
+@MODES
+def test_logits_are_those_of_dequantised_weights_in_float64(tmp_path, formats, lhs_qtype, bound):
     path = make(tmp_path / "m.gguf", layers=3, formats=formats)
-    expected = oracle(path).logits(TOKENS)
-    lhs_qtype, bound = {"float": (None, 1e-10), "int8": (jnp.int8, 1e-3)}[mode]
     params, config = llm.load(path)
     got = jax.jit(lambda p, t: llm.forward(p, config, t, lhs_qtype=lhs_qtype))(params, jnp.asarray(TOKENS))
-    assert nmse(got, expected) < bound
-    # In pieces through the cache, plain weights, matrices apart.
+    assert nmse(got, oracle(path).logits(TOKENS)) < bound
+
+
+@MODES
+def test_logits_in_pieces(tmp_path, lhs_qtype, bound):
+    """Through the cache, by plain weights, matrices apart."""
+    path = make(tmp_path / "m.gguf", layers=3, formats=("Q4_K", "Q6_K"))
+    expected = oracle(path).logits(TOKENS)
     params, config = llm.load(path, prepare=False, fuse=False)
     decode = jax.jit(partial(llm.decode, config=config, lhs_qtype=lhs_qtype), static_argnames="empty")
     cache, rows = llm.new_cache(config, 64), []

@@ -208,6 +208,8 @@ def test_conformance():
     assert "passed" in str(report)
 
 
+# The emulated kernels' own tests hold them to the same references.
+@pytest.mark.slow
 @pytest.mark.skipif(not jaxquant.testing.emulation_available(), reason="the emulated CUDA kernels are not compiled in")
 def test_conformance_of_the_emulated_cuda_kernels():
     assert jaxquant.testing.conformance("cuda_emulation").ordered_sums
