@@ -21,6 +21,15 @@ class Model:
         assert found is not None, key
         return found
 
+    def add(self, names, updates):
+        """Updates [layers, rows of all the names, columns] to matrices whose rows follow each other."""
+        for i, update in enumerate(updates):
+            for name in names:
+                w = self.w[f"blk.{i}.{name}.weight"]
+                w += update[: len(w)]
+                update = update[len(w) :]
+            assert not len(update)
+
     def logits(self, tokens):
         """[len(tokens), vocabulary]."""
         layers, heads = int(self.value("block_count")), int(self.value("attention.head_count"))

@@ -345,4 +345,38 @@ def test_finetune_program(smollm2, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "loss.png").stat().st_size > 5000
-    assert set(finetune_lora.load_adapters(tmp_path / "adapters.safetensors")) == {"qkv", "o"}
+    file = tmp_path / "adapters.safetensors"
+    done = program(
+        "generate.py", "--model", smollm2, "--plain", "--tokens", 3, "--adapters", file, "The capital of France is"
+    )
+    assert done.returncode == 0 and done.stdout.startswith(" Paris"), done.stderr
+    file.write_bytes(file.read_bytes()[:100])
+    done = program("generate.py", "--model", smollm2, "--adapters", file)
+    assert done.returncode != 0 and "adapters.safetensors" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_adapters_of_files(tmp_path):
+    """A model with adapters writes as the one they were added to; those of another model are refused."""
+    path, file = make(tmp_path / "m.gguf", layers=2, formats=("Q8_0",)), tmp_path / "adapters.safetensors"
+    params, config = llm.load(path)
+    adapters = finetune_lora.new_adapters(params, config, 4, ("qkv", "down"), jax.random.key(0))
+    adapters = jax.tree.map(lambda a: a + 0.02, adapters)
+    finetune_lora.save_adapters(file, adapters)
+    read = llm.load_adapters(file, params, config)
+    x, _ = llm.decode({**params, "adapters": read}, config, jnp.asarray(TOKENS), 0, llm.new_cache(config, 64),
+                      empty=True, lhs_qtype=None)  # fmt: skip
+    got = llm.logits(params, config, x, lhs_qtype=None)
+    model = oracle(path)
+    for name, pair in adapters.items():
+        update = np.einsum("lkr,lrn->lnk", *(np.asarray(pair[part], np.float64) for part in "ab"))
+        model.add(llm.PRODUCTS[name], update)
+    assert nmse(got, model.logits(TOKENS)) < 1e-10
+    other = make(tmp_path / "other.gguf", layers=3, formats=("Q8_0",))
+    with pytest.raises(ValueError, match=r"adapters.safetensors: .*expected \[3, .*got \[2, .*of this model"):
+        llm.load_adapters(file, *llm.load(other))
+    finetune_lora.save_adapters(file, {"embedding": {"a": np.zeros(3)}})
+    with pytest.raises(ValueError, match=r"embedding.a: this model has qkv.a"):
+        llm.load_adapters(file, params, config)
+    finetune_lora.save_adapters(file, {"o": {"a": np.asarray(read["qkv"]["a"])}})
+    with pytest.raises(ValueError, match=r"expected o.a and o.b of one rank"):
+        llm.load_adapters(file, params, config)

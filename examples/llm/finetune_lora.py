@@ -27,7 +27,7 @@ from generate import memory
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from text import Text, batches
 
 from jaxquant import ggml
@@ -39,8 +39,7 @@ def new_adapters(params: Any, config: llm.Config, rank: int, names: tuple[str, .
     """Name of a product -> a [layers, k, rank] and b [layers, rank, n]; b is zero, so that the model is as it was."""
     adapters = {}
     for name in names:
-        shapes = [[w.shape for w in segment[name]] for segment in params["segments"]]
-        n, k = sum(shape[1] for shape in shapes[0]), shapes[0][0][2]
+        k, n = llm.product_shape(params, name)
         key, mine = jax.random.split(key)
         adapters[name] = {
             "a": jax.random.normal(mine, (config.layers, k, rank)) * k**-0.5,
@@ -64,14 +63,6 @@ def save_adapters(path: Path, adapters: Any) -> None:
     save_file(
         {f"{name}.{part}": np.asarray(value) for name, pair in adapters.items() for part, value in pair.items()}, path
     )
-
-
-def load_adapters(path: Path) -> Any:
-    adapters: dict[str, dict[str, jax.Array]] = {}
-    for key, value in load_file(path).items():
-        name, part = key.rsplit(".", 1)
-        adapters.setdefault(name, {})[part] = jnp.asarray(value)
-    return adapters
 
 
 def plot(path: Path, losses: list[float], before: float, after: float) -> None:
@@ -155,13 +146,14 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     file = options.output / "adapters.safetensors"
     save_adapters(file, adapters)
-    if score(load_adapters(file)) != after:
+    if score(llm.load_adapters(file, params, config)) != after:
         sys.exit("finetune_lora.py: the adapters read back give another loss")
     plot(options.output / "loss.png", losses, before, after)
     own, peak = memory()
     console.print(
         f"held-out loss {before:.3f} -> {after:.3f} nats a token; {seconds / max(options.steps, 1):.2f} s a step; "
-        f"memory {own:.0f} MB of its own, {peak:.0f} MB at the peak; adapters and plot in {options.output}"
+        f"memory {own:.0f} MB of its own, {peak:.0f} MB at the peak; adapters and plot in {options.output}; "
+        f"generate.py --adapters {file} applies them"
     )
 
 

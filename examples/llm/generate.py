@@ -49,10 +49,14 @@ class Generator:
     """A model, and its compiled steps."""
 
     def __init__(
-        self, model: Any, *, lhs_qtype: Any = jnp.int8, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0
-    ):
-        """model: a path or what ggml.load_gguf gave. lhs_qtype: None leaves activations and the cache in float32."""
+        self, model: Any, *, adapters: Any = None, lhs_qtype: Any = jnp.int8, temperature: float = 0.0, top_k: int = 0,
+        top_p: float = 1.0,
+    ):  # fmt: skip
+        """model: a path or what ggml.load_gguf gave. adapters: a path. lhs_qtype: None leaves activations and the cache
+        in float32."""
         self.params, self.config = llm.load(model)
+        if adapters is not None:
+            self.params["adapters"] = llm.load_adapters(adapters, self.params, self.config)
         self.cache_dtype = jnp.float32 if lhs_qtype is None else jnp.float16
         config = self.config
 
@@ -170,6 +174,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompt", nargs="?", default="What is a quaternion?", help="-: from standard input")
     parser.add_argument("--model", required=True, help="a GGUF file of a Llama-family model")
+    parser.add_argument("--adapters", help="what finetune_lora.py wrote: a safetensors file")
     parser.add_argument("--tokens", type=int, default=128, help="write at most so many (128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, as it is: the likeliest token each time")
     parser.add_argument("--top-k", type=int, default=0, help="choose among so many (0: all)")
@@ -200,8 +205,8 @@ def main() -> None:
         text = Text(file.metadata, options.model)
         tokens = text.encode(prompt if options.plain else text.chat(prompt, options.system))
         generator = Generator(
-            file, lhs_qtype=None if options.float_activations else jnp.int8, temperature=options.temperature,
-            top_k=options.top_k, top_p=options.top_p,
+            file, adapters=options.adapters, lhs_qtype=None if options.float_activations else jnp.int8,
+            temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
         )  # fmt: skip
         jax.block_until_ready(generator.params)
         del file

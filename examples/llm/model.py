@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from jaxquant import ggml
 
@@ -247,6 +249,39 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, first: Any, conf
     return jnp.concatenate(blocks, axis=2).transpose(2, 0, 1, 3).reshape(steps, -1)
 
 
+def product_shape(params: Any, name: str) -> tuple[int, int]:
+    """k and n of a product of PRODUCTS."""
+    shapes = [w.shape for w in params["segments"][0][name]]
+    return shapes[0][-1], sum(shape[-2] for shape in shapes)
+
+
+def load_adapters(path: Any, params: Any, config: Config) -> Any:
+    """Low-rank adapters as finetune_lora.py writes them, checked against the model; params["adapters"] applies them."""
+    adapters: dict[str, dict[str, jax.Array]] = {}
+    try:
+        found = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {error}: is this a file of adapters?") from None
+    for key, value in found.items():
+        name, _, part = key.rpartition(".")
+        if name not in params["segments"][0] or name not in PRODUCTS or part not in ("a", "b"):
+            raise ValueError(f"{path}: {key}: this model has {', '.join(f'{name}.a, {name}.b' for name in PRODUCTS)}")
+        k, n = product_shape(params, name)
+        size = k if part == "a" else n
+        if value.ndim != 3 or (value.shape[0], value.shape[1 if part == "a" else 2]) != (config.layers, size):
+            wanted = f"[{config.layers}, {k}, rank]" if part == "a" else f"[{config.layers}, rank, {n}]"
+            raise ValueError(f"{path}: {key}: expected {wanted}, got {list(value.shape)}: are they of this model?")
+        adapters.setdefault(name, {})[part] = jnp.asarray(value)
+    for name, pair in adapters.items():
+        if set(pair) != {"a", "b"} or pair["a"].shape[2] != pair["b"].shape[1]:
+            raise ValueError(f"{path}: {name}: expected {name}.a and {name}.b of one rank")
+    return adapters
+
+
+def _of_layers(adapters: Any, start: int, count: int) -> Any:
+    return jax.tree.map(lambda a: a[start : start + count], adapters or {})
+
+
 def _product(w: list[Any], x: jax.Array, i: Any, lhs_qtype: Any, adapter: Any = None) -> jax.Array:
     """x times the matrices of layer i, side by side, and the low-rank update of an adapter."""
     out = [ggml.linear(x, each, index=i, lhs_qtype=lhs_qtype) for each in w]
@@ -319,20 +354,21 @@ def decode(
     x, start, added = embed(params, tokens), 0, []
     for segment in params["segments"]:
 
-        def step(x: jax.Array, i: Any, segment: Any = segment, start: int = start) -> Any:
-            new = {}
+        def step(x: jax.Array, s: Any, segment: Any = segment, start: int = start) -> Any:
+            (i, mine), new = s, {}
 
             def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 new.update({n: y.transpose(1, 0, 2).astype(cache[n].dtype) for n, y in (("k", k), ("v", v))})
                 return attend(q, k, v, config, None if empty else cache, start + i, first)
 
             x = layer(
-                segment, i, x, positions=positions, attention=attention, config=config, lhs_qtype=lhs_qtype, total=total
+                segment, i, x, positions=positions, attention=attention, config=config, lhs_qtype=lhs_qtype,
+                adapters=mine, total=total,
             )  # fmt: skip
             return x, new
 
         count = segment["attn_norm"].shape[0]
-        x, new = lax.scan(step, x, jnp.arange(count))
+        x, new = lax.scan(step, x, (jnp.arange(count), _of_layers(params.get("adapters"), start, count)))
         added.append(new)
         start += count
     # Written once, after all layers: a cache that layers read and write would be copied by each of them.
@@ -358,7 +394,7 @@ def forward(
         count = segment["attn_norm"].shape[0]
         step = partial(layer, positions=positions, attention=attention, config=config, lhs_qtype=lhs_qtype)
         body = lambda x, s, segment=segment, step=step: (step(segment, s[0], x, adapters=s[1]), None)  # noqa: E731
-        mine = jax.tree.map(lambda a, start=start, count=count: a[start : start + count], adapters or {})
+        mine = _of_layers(adapters or params.get("adapters"), start, count)
         x, _ = lax.scan(jax.checkpoint(body) if remat else body, x, (jnp.arange(count), mine))
         start += count
     return logits(params, config, x, lhs_qtype=lhs_qtype)
