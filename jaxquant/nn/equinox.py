@@ -60,7 +60,8 @@ class QuantLinear(_Quantised):
     """`equinox.nn.Linear` with a `Spec`: the value is the integer product's, the gradient straight through.
 
     Learned scales are the leaves of ``scales``, exponents of 2. With ``Spec(x_observer=...)``, ``scales.input`` is the
-    observer's state, and from `convert` on a `QParams`; one of your own may be put there.
+    observer's state (float leaves without a gradient: keep weight decay off them), and from `convert` on a `QParams`;
+    one of your own may be put there.
 
     >>> spec = Spec(x_observer=observers.MinMax(qtype=jnp.uint8, symmetric=False))
     >>> layer = QuantLinear(eqx.nn.Linear(2, 2, key=jax.random.key(0)), spec)
