@@ -7,6 +7,7 @@ these stand for, straight through, for gradients.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -65,6 +66,8 @@ def exponent_of(scale: Any) -> jax.Array:
     return 2 * mantissa - 2 + power
 
 
+# Compiled as one where models are calibrated outside jit, once for each shape.
+@functools.partial(jax.jit, static_argnames="how")
 def initial_scale(a: Any, how: How) -> jax.Array:
     """The parameter to begin with: of the scale with the least squared error."""
     signed = qtypes.lookup("initial_scale", how.qtype).qmin < 0
