@@ -3,6 +3,8 @@
 // A warp takes a tile of 1024 values. Blocks begin at any byte, so it copies theirs to shared memory by wide,
 // consecutive loads. Each thread decodes 32 values; they return through shared memory, so that the warp's stores are
 // consecutive too, 16 bytes a thread.
+#include <type_traits>
+
 #include "ffi/common/cuda_index.h"
 #include "ffi/common/cuda_launch.h"
 #include "ffi/ggml/cuda_kernels.h"
@@ -94,8 +96,12 @@ __device__ __forceinline__ void PutValues(const float* values, DType type, uint4
   }
 }
 
+// One format needs a few registers more than ptxas keeps to on sm_100 (0: its choice).
 template <typename F>
-__global__ void __launch_bounds__(kTileWarps* kWarp) DequantizeKernel(Parameters p) {
+constexpr int kDequantizeBlocks = std::is_same<F, IQ4_XS>::value ? 8 : 0;
+
+template <typename F>
+__global__ void __launch_bounds__(kTileWarps* kWarp, kDequantizeBlocks<F>) DequantizeKernel(Parameters p) {
   using D = Decoder<F>;
   constexpr int kBlocks = kTile / F::kBlock;
   constexpr int kBytes = kBlocks * static_cast<int>(sizeof(F));
