@@ -145,12 +145,12 @@ def convolved(g: Graph, eqn: Any, operands: list[Value]) -> Value | None:
     known = all(v is None or isinstance(v, Constant) for v in (x.scale, x.zero_point, *jax.tree.leaves(w), bias))
     # vmap puts an axis before that of examples, which is 1 then.
     fits = out.shape[: len(examples)] == examples and (len(examples) == 1 or examples[1:] == (1,))
-    whole = x._static[0].bits == 8 and w.layout == "plain"
+    whole = qtypes.QTYPES[x.qtype.name].bits == 8 and w.layout == "plain"
     if not (known and fits and whole and x.scale.value.size == 1):
         return None
     scale, zero_point = _with_zero_point(x.scale, x.zero_point)
     values = g.dequantised(g.tensor(x.data), scale.reshape((1,) * x.ndim), zero_point.reshape((1,) * x.ndim))
-    code = w._static[0]
+    code = qtypes.QTYPES[w.qtype.name]
     codes = w.data.value if code.bits == 8 else np.asarray(unpack(w.data.value, code.name, w.shape[-1]))
     scale, zero_point = _with_zero_point(w.scale, w.zero_point)
     kernel = Quantised(codes, scale, zero_point, code.name)
