@@ -124,7 +124,7 @@ CASES = [
     Case("quantize", ggml.quantize, (normal(ROWS, K),), {"format": "Q5_1"}),
     Case("quantize_with_imatrix", quantize_with, (normal(ROWS, K), normal(K) ** 2), {"format": "Q4_0"}),
     Case("dequantize", dequantize, (q8_0(ROWS, K),)),
-    Case("dequantize_half", dequantize, (prepared(ROWS, K),), {"dtype": jnp.bfloat16}),
+    Case("dequantize_half", dequantize, (prepared(16, K),), {"dtype": jnp.bfloat16}),
     Case("take", take, (q8_0(ROWS, K), np.array([[3, -1], [8, 9]], np.int32))),
     Case("prepare", ggml.QTensor.prepare, (q8_0(ROWS, K),)),
     Case("plain", ggml.QTensor.plain, (prepared(EXPERTS, ROWS, K),)),

@@ -67,6 +67,7 @@ def test_other_leaves_come_back(tmp_path):
     tree |= {"params": choose_qparams(W, PerGroup(8, axis=1)), "float": QParams(jnp.float32(0.1), jnp.float32(2.5))}
     tree |= {f: ggml.quantize(jnp.ones((16, 256)), f) for f in ("Q4_K", "Q8_0")}
     tree["ready"] = tree["Q4_K"].prepare()
+    tree["ragged"] = ggml.quantize(jnp.ones((9, 256)), "Q8_0").prepare()
     save_safetensors(tmp_path / "a", tree)
     got = load_safetensors(tmp_path / "a")
     same(

@@ -85,7 +85,7 @@ def _build_qparams(parts: dict[str, Any], entry: dict[str, Any]) -> QParams:
 
 
 def _describe_qtensor(t: QTensor) -> dict[str, Any]:
-    return {"format": t.format.name, "layout": t.layout, **({"padding": t.padding} if t.padding else {})}
+    return {"format": t.format.name, "layout": t.layout, **({"rows": t.shape[-2]} if t.padding else {})}
 
 
 def _build_qtensor(parts: dict[str, Any], entry: dict[str, Any]) -> QTensor:
@@ -94,11 +94,11 @@ def _build_qtensor(parts: dict[str, Any], entry: dict[str, Any]) -> QTensor:
     assert isinstance(format, str)
     kind = find("load_safetensors", format)
     _need(data.ndim > 0 and data.dtype == np.uint8, "uint8 rows", _of(data))
-    padding = entry.get("padding", 0)
-    _need(type(padding) is int, "an integer padding", repr(padding))
-    tensor = QTensor(data, kind, str(layout), padding)
     _need(layout == "plain" or data.ndim > 1, "a prepared matrix", _of(data))
-    _need(min(tensor.shape) >= 0, "as many rows as padding", _of(data))  # the shape refuses what is no whole blocks
+    rows = entry.get("rows")
+    _need(rows is None or type(rows) is int, "an integer number of rows", repr(rows))
+    tensor = QTensor(data, kind, str(layout), rows)
+    _need(min(tensor.shape) >= 0, "whole rows", _of(data))  # the shape refuses what is no whole blocks
     return tensor
 
 
