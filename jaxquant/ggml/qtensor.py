@@ -34,6 +34,9 @@ class QTensor:
       format: a `BlockFormat`.
       layout: "plain", the bytes of GGUF files, or "prepared", the order that products prefer (see `prepare`).
       padding: rows of zeros that fill up the last eight of a prepared matrix, 0 to 7.
+
+    Prepared data whose last eight is not full is made a tensor with its row count: ``QTensor(data, format, "prepared",
+    rows)``.
     """
 
     def __init__(self, data: Any, format: str | BlockFormat, layout: str = "plain", rows: int | None = None):
