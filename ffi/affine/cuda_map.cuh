@@ -84,8 +84,7 @@ class MapKernel {
   static constexpr int kElements = 16 / kWide * (XStorage::kBytes > OutStorage::kBytes ? 2 : 1);
   static constexpr int kXBytes = kVectorBytes<X, kElements>, kOutBytes = kVectorBytes<Out, kElements>;
   // Vectors. Half as many where random words are drawn: these take the registers, and the time that loads have.
-  static constexpr int kMost = kKeyed<typename F::Math> ? 2 : 4;
-  static constexpr int kInFlight = kElements >= 16 ? 1 : kElements >= 8 ? kMost / 2 : kMost;
+  static constexpr int kInFlight = kElements >= 16 ? 1 : (kElements >= 8 ? 2 : 4) / (kKeyed<typename F::Math> ? 2 : 1);
 
  private:
   static constexpr int V = kElements;
