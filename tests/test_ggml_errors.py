@@ -65,6 +65,10 @@ FORMATS = [
          "QTensor", "data", "2 eights of rows for 9 rows", "1", "shard the plain tensor"),
     case("eights missing", ValueError, lambda x: QTensor(zeros(1, 272, dtype=np.uint8), "Q8_0", "prepared", 16),
          "QTensor", "rows", "8 as in data", "16"),
+    case("negative rows", ValueError, lambda x: QTensor(zeros(0, 272, dtype=np.uint8), "Q8_0", "prepared", -3),
+         "QTensor", "rows", "a prepared matrix's row count", "-3"),
+    case("rows of a line", ValueError, lambda x: QTensor(zeros(272, dtype=np.uint8), "Q8_0", "prepared", 8),
+         "QTensor", "rows", "a prepared matrix's row count", "8"),
     case("rows of the plain layout", ValueError, lambda x: QTensor(W.data, "Q8_0", "plain", 1), "QTensor", "rows",
          "None in the plain layout", "1"),
 ]

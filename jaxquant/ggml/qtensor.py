@@ -48,9 +48,10 @@ class QTensor:
         if prepared and not has_prepared_form(self.format.name):
             remedy = f"{self.format.name} has no other layout"
             raise refuse("QTensor", "layout", "'plain'", repr(layout), remedy)
-        if rows is not None and not prepared:
-            raise refuse("QTensor", "rows", "None in the plain layout", str(rows), "its data has them")
-        self._layout = Layout() if not prepared else Layout(True) if rows is None else prepared_layout(rows)
+        if rows is not None and (not prepared or data.ndim < 2 or rows < 0):
+            expected = "None in the plain layout, or a prepared matrix's row count"
+            raise refuse("QTensor", "rows", expected, str(rows), "see QTensor.prepare")
+        self._layout = Layout(prepared) if rows is None else prepared_layout(rows)
         if rows is not None and rows != self._layout.rows(data):
             raise refuse("QTensor", "rows", f"{self._layout.rows(data)} as in data", str(rows), "see QTensor.prepare")
         if getattr(data, "dtype", np.uint8) != np.uint8:
