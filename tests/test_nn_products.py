@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxquant
-from jaxquant import observers
+from jaxquant import PerToken, observers
 from jaxquant.nn import Rules, Spec, UnmatchedRules, as_dot_general, as_einsum, layers, products
 from jaxquant.nn.scales import Scales, exponent_of, observed, rounded, scale_of
 
@@ -224,6 +224,13 @@ def test_rules():
         (lambda: Rules(Spec(), unmatched="print"), ValueError, "unmatched"),
         (lambda: as_dot_general(Spec(learned=True)), ValueError, "chosen"),
         (lambda: as_einsum("int8"), TypeError, "Spec"),
+        (
+            lambda: layers.convolve(
+                jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2)), None, Spec(x_granularity=jaxquant.PerToken())
+            ),
+            ValueError,
+            "Conv: x_granularity: expected one scale, or one for each example",
+        ),
     ],
 )
 def test_what_is_refused(make, kind, message):

@@ -6,12 +6,11 @@ as_dot_general()  ->  dot()      qat_dense where it applies, else as below
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -152,6 +151,9 @@ class Conv:
         return _call_of_its_own(self, tree, dtype)(*leaves)
 
     def of_codes(self, x: QArray, w: QArray, bias: Any, dtype: Any) -> jax.Array:
+        if any(m != 1 for m in x.scale.shape[1:]):
+            got, remedy = f"scales of shape {x.scale.shape}", "leave it out, or take PerTensor() or PerAxis(0)"
+            raise refuse("Conv", "x_granularity", "one scale, or one for each example", got, remedy)
         d, g = len(self.strides), self.groups
         codes = self.patches(x.qvalue, w.shape[:d])  # [N, *out, *window, c]
         scale = x.scale.reshape(x.scale.shape[0], *(1,) * (codes.ndim - 1))
@@ -195,7 +197,7 @@ class Conv:
 CONVOLUTIONS: dict[str, tuple[Conv, Any]] = {}
 
 
-@functools.cache
+@cache
 def _call_of_its_own(op: Conv, tree: Any, dtype: Any) -> Callable[..., jax.Array]:
     def convolution(*leaves: Any) -> jax.Array:
         x, w, bias = jax.tree.unflatten(tree, leaves)
