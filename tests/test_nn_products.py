@@ -226,7 +226,7 @@ def test_rules():
         (lambda: as_einsum("int8"), TypeError, "Spec"),
         (
             lambda: layers.convolve(
-                jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2)), None, Spec(x_granularity=jaxquant.PerToken())
+                jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2)), None, Spec(x_granularity=PerToken())
             ),
             ValueError,
             "Conv: x_granularity: expected one scale, or one for each example",
