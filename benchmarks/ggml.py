@@ -174,6 +174,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two formats, small matrices: does it run")
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 8, 64, 512])
+    parser.add_argument("--only", choices=("products", "moe", "codec"), help="a part of it")
+    parser.add_argument("--formats", nargs="*", default=FORMATS)
     options = parser.parse_args()
 
     def cases() -> list[harness.Case]:
@@ -182,11 +184,15 @@ def main() -> None:
                 *product_cases(("Q4_K",), 256, 512, (1, 8)), *moe_cases(8, 2, 64, 256, (8,)),
                 *codec_cases(("Q8_0",), 64, 1024, 16),
             ]  # fmt: skip
-        codec = codec_cases(FORMATS, 4096, 4096, 64)
-        if os.environ.get("GLIBC_TUNABLES"):  # small results: page faults do not matter
-            return codec
-        products = product_cases(FORMATS, 4096, 4096, tuple(options.tokens))
-        return [*products, *moe_cases(128, 8, 768, 2048, (1, 8, 64, 512)), *codec]
+        tokens = tuple(options.tokens)
+        parts = {
+            "products": lambda: product_cases(options.formats, 4096, 4096, tokens),
+            "moe": lambda: moe_cases(128, 8, 768, 2048, tokens),
+            "codec": lambda: codec_cases(options.formats, 4096, 4096, 64),
+        }
+        # With reused memory only what has large results: page faults do not matter to the others.
+        wanted = (options.only,) if options.only else ("codec",) if os.environ.get("GLIBC_TUNABLES") else tuple(parts)
+        return [case for part in wanted for case in parts[part]()]
 
     harness.main(__file__, "ggml", cases)
 

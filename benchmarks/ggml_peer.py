@@ -29,6 +29,19 @@ class _ThreadpoolParams(ctypes.Structure):
 
 # What has kernels for interleaved rows on x86 with AVX2.
 REPACKED = ("Q4_0", "Q4_K", "IQ4_NL", "MXFP4")
+# What has kernels for the tiles of AMX, products of one matrix alone: Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_XS.
+TILED = (2, 3, 8, 12, 13, 14, 23)
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """A build with AMX, on a machine with it: the wheel is none."""
+    _, cpu = load()
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if "GGML_NO_AMX" in os.environ or "amx_int8" not in flags or not hasattr(cpu, "_Z28ggml_backend_amx_buffer_typev"):
+        return False
+    cpu._Z28ggml_backend_amx_buffer_typev.restype = _P
+    return cpu._Z28ggml_backend_amx_buffer_typev() is not None
 
 
 @functools.cache
@@ -114,6 +127,8 @@ class Product:
         cpu.ggml_backend_cpu_set_threadpool(self._backend, _threadpool(threads))
         plain = base.ggml_backend_get_default_buffer_type(self._backend)
         weight_type = cpu._Z35ggml_backend_cpu_repack_buffer_typev() if repack else plain
+        if not experts and type_id in TILED and has_tiles():
+            weight_type = cpu._Z28ggml_backend_amx_buffer_typev()
         self._contexts = [base.ggml_init(_Init(1 << 20, None, True)) for _ in range(2)]
         if experts:
             weight = base.ggml_new_tensor_3d(self._contexts[0], type_id, k, n, experts[0])

@@ -2,6 +2,12 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(JQ_HAS_amx)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "ffi/affine/cpu_kernels.h"
 
 namespace jq {
@@ -48,7 +54,30 @@ const CpuKernels& Choose() {
   return *best;
 }
 
+// Asks the system too, which has to make room for tiles in the state it keeps of each thread.
+bool ChooseTiles() {
+#if defined(JQ_HAS_amx)
+  const char* wanted = std::getenv("JAXQUANT_ISA");
+  if (wanted != nullptr && *wanted != '\0' && std::strcmp(wanted, "amx") != 0) return false;
+  if (&CpuKernelsHere() != &v4::cpu_kernels || !__builtin_cpu_supports("avx512vnni")) return false;
+  constexpr unsigned kTileBits = 3u << 24;  // AMX-TILE and AMX-INT8
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0 || (edx & kTileBits) != kTileBits) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
+
+bool TilesHere() {
+  static const bool chosen = ChooseTiles();
+  return chosen;
+}
+
+const char* InstructionSet() { return TilesHere() ? "amx" : CpuKernelsHere().isa; }
 
 const CpuKernels& CpuKernelsHere() {
   static const CpuKernels& chosen = Choose();

@@ -119,7 +119,7 @@ NB_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of jaxquant as XLA FFI targets.";
   m.def("registrations", &jq::Registrations, "Target name (without prefix) -> handler capsule.");
   m.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
-  m.def("isa", [] { return jq::CpuKernelsHere().isa; }, "The instruction set in use.");
+  m.def("isa", &jq::InstructionSet, "The instruction set in use.");
   m.def("compiled_isas", &jq::CompiledIsas);
   m.def("ggml_quantize", &jq::GgmlQuantize, nb::arg("type_id"), nb::arg("x"), nb::arg("k"), nb::arg("imatrix").none(),
         nb::arg("out"));

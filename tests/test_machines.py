@@ -47,13 +47,16 @@ def assert_equal_hashes(actual, expected):
 # The variants share the portable process through the cache, so they run in one worker (--dist loadgroup).
 pytestmark = pytest.mark.xdist_group("machines")
 
-NEEDED = {"portable": set(), "v2": {"sse4_2"}, "v3": {"avx2", "fma", "f16c"}, "v4": {"avx512f", "avx512bw", "avx512vl"}}
+NEEDED = {
+    "portable": set(), "v2": {"sse4_2"}, "v3": {"avx2", "fma", "f16c"}, "v4": {"avx512f", "avx512bw", "avx512vl"},
+    "amx": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "amx_tile", "amx_int8"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("isa", [*NEEDED][1:])
 def test_instruction_sets(isa):
     if not NEEDED[isa] <= cpu_flags():
-        pytest.skip(f"this CPU has no x86-64-{isa}")
+        pytest.skip(f"this CPU lacks {isa}")
     assert_equal_hashes(hashes(isa), hashes("portable"))
 
 

@@ -94,6 +94,10 @@ struct CpuKernels {
 
 // The kernels for this machine, or those that JAXQUANT_ISA names (an unknown or unsupported name: the machine's).
 const CpuKernels& CpuKernelsHere();
+// Whether products may use the tile unit (ffi/common/cpu_tiles.h), which no set of its own is compiled for.
+bool TilesHere();
+// What is in use: a set's name, or "amx" for the best of them with tiles.
+const char* InstructionSet();
 // Compiled-in instruction sets, best last, separated by spaces.
 const char* CompiledIsas();
 
