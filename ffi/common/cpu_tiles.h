@@ -1,7 +1,7 @@
 // The tile unit of x86-64 (AMX). A tile is 16 rows of 64 bytes; one instruction adds to 16 x 16 sums of 32 bits the
 // products of 16 rows of 64 codes with 16 columns of as many, whose codes lie in words of four.
 //
-// For code that TilesHere() allows, compiled where JQ_TILES is defined. A thread that loads shapes releases them.
+// For code that TilesHere() allows, compiled where JQ_TILES is defined, within a TileScope.
 #pragma once
 
 #if defined(JQ_TILES)
@@ -36,12 +36,27 @@ struct alignas(64) TileShapes {
   }
 };
 
-// Gives the tiles back at the end of a scope.
-struct TileScope {
-  TileScope() = default;
+// Leaves a thread's tiles in the shapes they had before a scope: there are libraries that set them once. What the tiles
+// held is lost.
+class TileScope {
+ public:
+  JQ_TILE_TARGET TileScope() {
+    saved_.palette = 0;
+    _tile_storeconfig(&saved_);
+    asm volatile("" : : "r"(&saved_) : "memory");
+  }
+  JQ_TILE_TARGET ~TileScope() {
+    if (saved_.palette == 0) {
+      _tile_release();
+    } else {
+      saved_.Load();
+    }
+  }
   TileScope(const TileScope&) = delete;
   TileScope& operator=(const TileScope&) = delete;
-  JQ_TILE_TARGET ~TileScope() { _tile_release(); }
+
+ private:
+  TileShapes saved_;
 };
 
 }  // namespace jq

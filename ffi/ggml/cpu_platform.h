@@ -13,6 +13,7 @@
 
 #include "ffi/affine/cpu_kernels.h"
 #include "ffi/common/ieee_mode.h"
+#include "ffi/common/local_memory.h"
 #include "ffi/common/memory.h"
 #include "ffi/common/parallel_for.h"
 #include "ffi/ggml/cpu_kernels.h"
@@ -139,28 +140,28 @@ struct Cpu {
   static ffi::Error Linear(Context pool, const ProductArguments& a) {
     Groups groups(a, a.n);
     const GroupedArguments& g = groups.arguments;
-    const int64_t scratch_bytes = ScratchBytes(g);
-    std::unique_ptr<void, void (*)(void*)> scratch(
-        scratch_bytes == 0 ? nullptr : std::aligned_alloc(64, static_cast<size_t>((scratch_bytes + 63) / 64 * 64)),
-        std::free);
-    if (scratch_bytes != 0 && scratch == nullptr) {
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                        "ggml_linear: no memory for " + std::to_string(scratch_bytes) + " bytes of activations.");
-    }
+    const int64_t threads = ThreadsFor(pool, g);
+    const Plan plan = PlanProduct(g, threads, TilesHere());
+    const Memory scratch = plan.scratch_bytes == 0 ? Memory(nullptr, std::free) : Allocate(plan.scratch_bytes);
+    if (plan.scratch_bytes != 0 && scratch == nullptr) return NoMemory("ggml_linear", plan.scratch_bytes);
     const LinearKernels& kernels = LinearKernelsHere();
-    if (scratch_bytes != 0) {
+    if (plan.scratch_bytes != 0) {
       ParallelFor(pool, g.x_rows, std::max<int64_t>(1, (1 << 14) / a.k), [&](int64_t begin, int64_t end) {
         const IeeeMode plain;
-        kernels.prepare(g, scratch.get(), begin, end);
+        kernels.prepare(g, plan, scratch.get(), begin, end);
       });
     }
-    const int64_t threads = ThreadsFor(pool, g);
-    const Plan plan = PlanProduct(g, threads);
+    std::atomic<bool> enough{true};
     ParallelFor(pool, plan.units, threads == 1 ? plan.units : 1, [&](int64_t begin, int64_t end) {
       const IeeeMode plain;
-      kernels.product(g, plan, scratch.get(), begin, end);
+      uint8_t* const local = plan.local_bytes == 0 ? nullptr : LocalMemory(plan.local_bytes);
+      if (plan.local_bytes != 0 && local == nullptr) {
+        enough = false;
+      } else {
+        kernels.product(g, plan, scratch.get(), local, begin, end);
+      }
     });
-    return ffi::Error::Success();
+    return enough ? ffi::Error::Success() : NoMemory("ggml_linear", plan.local_bytes);
   }
 
   static ffi::Error LinearGradient(Context pool, const ProductArguments& a) {
@@ -198,6 +199,9 @@ struct Cpu {
       arguments.x = a.x;
       arguments.x_type = a.x_type;
       arguments.out = a.out;
+      const int64_t rows = a.ids == nullptr ? a.experts * a.tokens : a.tokens * a.slots;
+      const int64_t row_bytes = out_width * SizeOf(a.x_type);
+      AdviseHugePages(a.out, rows * row_bytes);
       if (a.ids == nullptr) {
         arguments.x_rows = a.x_batch * a.tokens;
         for (int64_t e = 0; e <= a.experts; ++e) begin[e] = e * a.tokens;
@@ -207,7 +211,6 @@ struct Cpu {
         }
       } else {
         arguments.x_rows = a.tokens * a.x_batch;
-        const int64_t rows = a.tokens * a.slots, row_bytes = out_width * SizeOf(a.x_type);
         for (int64_t r = 0; r < rows; ++r) {
           if (Known(a, r)) {
             ++begin[a.ids[r] + 1];

@@ -9,7 +9,7 @@
 #include <cstring>
 
 #include "ffi/common/numeric.h"
-#include "ffi/ggml/linear/blocking.h"
+#include "ffi/ggml/linear/coding.h"
 
 namespace jq {
 namespace ggml {
@@ -33,17 +33,47 @@ inline __attribute__((always_inline)) void LoadFloats(const float* x, int64_t co
   memcpy(to, x, count * sizeof(float));
 }
 
-inline __attribute__((always_inline)) void QuantizeSpan(const float* x, Correction correction, ActivationSpan* to) {
-  // As integers: the largest magnitude, and above every number an infinity or NaN.
+// By which the values of a span are divided. Where the scale underflows to 0, and in spans without numbers, the codes
+// are 0. largest: the largest magnitude, as an integer; an infinity or NaN is above every number.
+inline float Divisor(uint32_t largest, float* scale) {
+  const bool finite = largest < 0x7f800000u;
+  *scale = finite ? BitCast<float>(largest) / 127.0f : BitCast<float>(0x7fc00000u);
+  return finite && *scale > 0.0f ? *scale : BitCast<float>(0x7f800000u);
+}
+
+// Codes and scale of a span, and the sums of its codes: [half][0] of codes 0, 1 of each four, [half][1] of the others.
+inline __attribute__((always_inline)) void QuantizeCodes(const float* x, ActivationSpan* to, int32_t (&sums)[2][2]) {
+#if defined(JQ_VNNI)
+  const __m512 values[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)};
+  const __m512i magnitudes[2] = {_mm512_and_si512(_mm512_castps_si512(values[0]), _mm512_set1_epi32(0x7fffffff)),
+                                 _mm512_and_si512(_mm512_castps_si512(values[1]), _mm512_set1_epi32(0x7fffffff))};
+  const __m512i larger = _mm512_maskz_max_epu32(0xffff, magnitudes[0], magnitudes[1]);
+  const __m512 divisor = _mm512_set1_ps(Divisor(_mm512_reduce_max_epu32(larger), &to->scale));
+  for (int half = 0; half < 2; ++half) {
+    // An infinity or NaN divided by the divisor then is NaN, whose code is 0.
+    const __m512 quotient = _mm512_div_ps(values[half], divisor);
+    const __mmask16 number = _mm512_cmp_ps_mask(quotient, quotient, _CMP_ORD_Q);
+    const __m512 least = _mm512_maskz_max_ps(number, quotient, _mm512_set1_ps(-127.0f));
+    const __m512i codes =
+        _mm512_maskz_cvt_roundps_epi32(number, _mm512_maskz_min_ps(number, least, _mm512_set1_ps(127.0f)),
+                                       _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, codes);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to->codes + 16 * half), bytes);
+    for (int pair = 0; pair < 2; ++pair) {
+      const __m128i ones = _mm_set1_epi32(pair == 0 ? 0x0101 : 0x01010000);
+      const __m128i fours = _mm_dpbusd_epi32(_mm_setzero_si128(), ones, bytes);
+      const __m128i twos = _mm_add_epi32(fours, _mm_shuffle_epi32(fours, 0x4e));
+      sums[half][pair] = _mm_cvtsi128_si32(_mm_add_epi32(twos, _mm_shuffle_epi32(twos, 0xb1)));
+    }
+  }
+#else
   uint32_t largest = 0;
   for (int i = 0; i < kSpan; ++i) {
     const uint32_t magnitude = BitCast<uint32_t>(x[i]) & 0x7fffffffu;
     largest = magnitude > largest ? magnitude : largest;
   }
+  const float divisor = Divisor(largest, &to->scale);
   const bool finite = largest < 0x7f800000u;
-  const float scale = BitCast<float>(largest) / 127.0f;
-  // Where the scale underflows to 0, and in spans without numbers, the codes are 0.
-  const float divisor = finite && scale > 0.0f ? scale : BitCast<float>(0x7f800000u);
   int32_t codes[kSpan];
   for (int i = 0; i < kSpan; ++i) {
     const float code = ClampNumber(RoundHalfToEven(x[i] / divisor), Range<float>{-127.0f, 127.0f});
@@ -59,11 +89,15 @@ inline __attribute__((always_inline)) void QuantizeSpan(const float* x, Correcti
       for (int j = 0; j < 4; ++j) columns[half][j] += codes[16 * half + i + j];
     }
   }
-  int32_t sums[2][2];
   for (int half = 0; half < 2; ++half) {
     for (int i = 0; i < 2; ++i) sums[half][i] = columns[half][2 * i] + columns[half][2 * i + 1];
   }
-  to->scale = finite ? scale : BitCast<float>(0x7fc00000u);
+#endif
+}
+
+inline __attribute__((always_inline)) void QuantizeSpan(const float* x, Correction correction, ActivationSpan* to) {
+  int32_t sums[2][2];
+  QuantizeCodes(x, to, sums);
   for (int half = 0; half < 2; ++half) {
     int32_t pairs[2];
     for (int i = 0; i < 2; ++i) pairs[i] = correction.group == kSpan ? sums[0][i] + sums[1][i] : sums[half][i];

@@ -1,4 +1,5 @@
 // Grouped products and their gradients: units of the plan, a tile at a time.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -6,6 +7,7 @@
 #include "ffi/ggml/linear/gradient.h"
 #include "ffi/ggml/linear/kernels.h"
 #include "ffi/ggml/linear/micro.h"
+#include "ffi/ggml/linear/tiles.h"
 
 namespace jq {
 namespace ggml {
@@ -51,11 +53,11 @@ constexpr int kTile = 4;  // positions that share the registers
 
 // All positions, in tiles of T and a smaller one for the rest.
 template <typename K, int S, int T = kTile>
-JQ_INLINE void MultiplyAll(const Panel* panels, int spans, const ActivationSpan* const* x, int positions, float* sums) {
+JQ_INLINE void MultiplyAll(const Panel& panel, int spans, const ActivationSpan* const* x, int positions, float* sums) {
   int t = 0;
-  for (; t + T <= positions; t += T) Multiply<K, T, S>(panels, spans, x + t, sums + t * kPanelRows);
+  for (; t + T <= positions; t += T) Multiply<K, T, S>(panel, spans, x + t, sums + t * kPanelRows);
   if constexpr (T > 1) {
-    if (t < positions) MultiplyAll<K, S, T - 1>(panels, spans, x + t, positions - t, sums + t * kPanelRows);
+    if (t < positions) MultiplyAll<K, S, T - 1>(panel, spans, x + t, positions - t, sums + t * kPanelRows);
   }
 }
 template <int S>
@@ -85,14 +87,14 @@ void MultiplyInt8(const Rows<F> (&rows)[2], int eights, int64_t first, int64_t e
     }
   }
 #endif
-  Panel panels[2];
+  Panel panel;
   const ActivationSpan* here[kMaxPositions];
   for (int64_t at = first; at < end; at += kStretch) {
     const int spans = static_cast<int>((end - at < kStretch ? end - at : kStretch) / kSpan);
-    for (int v = 0; v < eights; ++v) Fill(rows[v], at, spans, panels + v);
+    for (int v = 0; v < eights; ++v) Fill(rows[v], at, spans, v, &panel);
     for (int t = 0; t < positions; ++t) here[t] = x[t] + (at - first) / kSpan;
-    if (eights == 2) MultiplyAll<K, 2>(panels, spans, here, positions, sums);
-    if (eights == 1) MultiplyAll<K, 1>(panels, spans, here, positions, sums);
+    if (eights == 2) MultiplyAll<K, 2>(panel, spans, here, positions, sums);
+    if (eights == 1) MultiplyAll<K, 1>(panel, spans, here, positions, sums);
   }
 }
 
@@ -169,13 +171,84 @@ void MultiplyUnit(const GroupedArguments& a, const Unit& unit, const Element* x)
   }
 }
 
+#if defined(JQ_TILES)
+// x: tiles of the unit's positions; `step` further on those of the next stretch.
+template <typename F>
+void MultiplyUnitOfTiles(const GroupedArguments& a, const Unit& unit, const ActivationTile* x, int64_t step) {
+  const int positions = static_cast<int>(unit.end_position - unit.first_position);
+  const int64_t tiles = TilesOf(positions), stretches = StretchesOf(a.k);
+  const uint8_t* w = a.Matrix(unit.group, a.k / F::kBlock * static_cast<int64_t>(sizeof(F)));
+  // Panels whose results are stored together: rows of out are pages apart.
+  constexpr int64_t kAtOnce = 4;
+  alignas(64) float sums[kAtOnce][kMaxTilePositions][kPanelRows];
+  Panel panel{};
+  for (int64_t first_row = unit.first_column; first_row < unit.end_column; first_row += kAtOnce * kPanelRows) {
+    const int64_t columns = std::min(kAtOnce * kPanelRows, unit.end_column - first_row);
+    for (int64_t p = 0; p * kPanelRows < columns; ++p) {
+      const int64_t row = first_row + p * kPanelRows;
+      const Rows<F> rows[2] = {{w, a.layout, a.n, a.k, row}, {w, a.layout, a.n, a.k, row + kLanes}};
+      const int eights = row + kLanes < unit.end_column ? 2 : 1;
+      for (int64_t stretch = 0; stretch < stretches; ++stretch) {
+        const int64_t first = stretch * kStretch;
+        const int spans = static_cast<int>(std::min<int64_t>(a.k - first, kStretch) / kSpan);
+        for (int v = 0; v < eights; ++v) Fill(rows[v], first, spans, v, &panel);
+        TakeBackZeros<KindOf<F>>(Coding<F>::kZero, spans, &panel);
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+          MultiplyTile<KindOf<F>>(panel, spans, x[stretch * step + tile], stretch != 0, sums[p][tile * kTilePositions]);
+        }
+      }
+    }
+    for (int t = 0; t < positions; ++t) {
+      for (int64_t p = 0; p * kPanelRows < columns; ++p) {
+        const int64_t column = p * kPanelRows;
+        StoreRow(a, unit.first_position + t, first_row + column, sums[p][t],
+                 std::min<int64_t>(columns - column, kPanelRows));
+      }
+    }
+  }
+}
+
+// Tiles of the rows of a unit.
+const ActivationTile* TilesOfUnit(const GroupedArguments& a, const Unit& unit, const ActivationSpan* x, void* local) {
+  const int64_t positions = unit.end_position - unit.first_position, step = TilesOf(positions);
+  ActivationTile* tiles = static_cast<ActivationTile*>(local);
+  memset(static_cast<void*>(tiles), 0, step * StretchesOf(a.k) * sizeof(ActivationTile));
+  for (int64_t t = 0; t < positions; ++t) {
+    const ActivationSpan* from = x + RowOf(a.x_row, unit.first_position + t) * (a.k / kSpan);
+    for (int64_t s = 0; s < a.k / kSpan; ++s) {
+      Put(from[s], static_cast<int>(t % kTilePositions), s % kSpans, tiles + s / kSpans * step + t / kTilePositions);
+    }
+  }
+  return tiles;
+}
+#endif
+
 template <typename F>
 JQ_INLINE bool Int8(const GroupedArguments& a) {
   return !kIsFloat<F> && a.int8_lhs;
 }
 
 template <typename F>
-void Product(const GroupedArguments& a, const Plan& plan, const void* scratch, int64_t begin, int64_t end) {
+void Product(const GroupedArguments& a, const Plan& plan, const void* scratch, [[maybe_unused]] void* local,
+             int64_t begin, int64_t end) {
+#if defined(JQ_TILES)
+  if constexpr (!kIsFloat<F>) {
+    if (plan.tiles != Tiles::kNone) {
+      const TileScope scope;
+      ShapeTiles<KindOf<F>>();
+      return ForEachUnit(a, plan, a.n, begin, end, [&](const Unit& unit) {
+        if (plan.tiles == Tiles::kOfAll) {
+          const ActivationTile* tiles = static_cast<const ActivationTile*>(scratch);
+          return MultiplyUnitOfTiles<F>(a, unit, tiles + unit.first_position / kTilePositions, TilesOf(a.x_rows));
+        }
+        const ActivationSpan* x = static_cast<const ActivationSpan*>(scratch);
+        if (unit.end_position - unit.first_position < kLeastTilePositions) return MultiplyUnit<F>(a, unit, x);
+        const int64_t step = TilesOf(unit.end_position - unit.first_position);
+        MultiplyUnitOfTiles<F>(a, unit, TilesOfUnit(a, unit, x, local), step);
+      });
+    }
+  }
+#endif
   ForEachUnit(a, plan, a.n, begin, end, [&](const Unit& unit) {
     if (Int8<F>(a)) {
       MultiplyUnit<F>(a, unit, static_cast<const ActivationSpan*>(scratch));
@@ -187,13 +260,39 @@ void Product(const GroupedArguments& a, const Plan& plan, const void* scratch, i
 
 // ---- Preparation
 
+#if defined(JQ_TILES)
+template <typename Real>
+void PrepareTiles(const GroupedArguments& a, const Real* x, Correction correction, ActivationTile* tiles, int64_t begin,
+                  int64_t end) {
+  const int64_t stretches = StretchesOf(a.k), step = TilesOf(a.x_rows), rows = step * kTilePositions;
+  for (int64_t row = begin; row < (end == a.x_rows ? rows : end); ++row) {
+    const int lane = static_cast<int>(row % kTilePositions);
+    for (int64_t s = 0; s < stretches * kSpans; ++s) {
+      ActivationSpan span{};
+      if (row < a.x_rows && s * kSpan < a.k) {
+        float values[kSpan];
+        LoadFloats(x + row * a.k + s * kSpan, kSpan, values);
+        QuantizeSpan(values, correction, &span);
+      }
+      Put(span, lane, s % kSpans, tiles + s / kSpans * step + row / kTilePositions);
+    }
+  }
+}
+#endif
+
 template <typename F, typename Real>
-void PrepareRows(const GroupedArguments& a, const Real* x, void* scratch, int64_t begin, int64_t end) {
+void PrepareRows(const GroupedArguments& a, [[maybe_unused]] const Plan& plan, const Real* x, void* scratch,
+                 int64_t begin, int64_t end) {
   if constexpr (!kIsFloat<F>) {
     if (a.int8_lhs) {
       using C = Coding<F>;
       const Sums sums = C::kOffset ? Sums::kScaled : C::kTakenBack == Zero::kPairs ? Sums::kPairs : Sums::kWide;
       const Correction correction{sums, C::kZero, C::kGroup};
+#if defined(JQ_TILES)
+      if (plan.tiles == Tiles::kOfAll) {
+        return PrepareTiles(a, x, correction, static_cast<ActivationTile*>(scratch), begin, end);
+      }
+#endif
       ActivationSpan* to = static_cast<ActivationSpan*>(scratch);
       for (int64_t row = begin; row < end; ++row) {
         QuantizeRow(x + row * a.k, a.k, correction, to + row * (a.k / kSpan));
@@ -206,10 +305,10 @@ void PrepareRows(const GroupedArguments& a, const Real* x, void* scratch, int64_
 }
 
 template <typename F>
-void Prepare(const GroupedArguments& a, void* scratch, int64_t begin, int64_t end) {
-  if (a.x_type == DType::kF32) PrepareRows<F>(a, static_cast<const float*>(a.x), scratch, begin, end);
-  if (a.x_type == DType::kF16) PrepareRows<F>(a, static_cast<const Float16*>(a.x), scratch, begin, end);
-  if (a.x_type == DType::kBF16) PrepareRows<F>(a, static_cast<const BFloat16*>(a.x), scratch, begin, end);
+void Prepare(const GroupedArguments& a, const Plan& plan, void* scratch, int64_t begin, int64_t end) {
+  if (a.x_type == DType::kF32) PrepareRows<F>(a, plan, static_cast<const float*>(a.x), scratch, begin, end);
+  if (a.x_type == DType::kF16) PrepareRows<F>(a, plan, static_cast<const Float16*>(a.x), scratch, begin, end);
+  if (a.x_type == DType::kBF16) PrepareRows<F>(a, plan, static_cast<const BFloat16*>(a.x), scratch, begin, end);
 }
 
 // ---- Gradients
@@ -248,16 +347,17 @@ void Gradients(const GroupedArguments& a, const Plan& plan, int64_t begin, int64
     default: break;                        \
   }
 #define JQ_FORMAT_CASE_Prepare(F) \
-  case F::kId: return Prepare<F>(a, scratch, begin, end);
+  case F::kId: return Prepare<F>(a, plan, scratch, begin, end);
 #define JQ_FORMAT_CASE_Product(F) \
-  case F::kId: return Product<F>(a, plan, scratch, begin, end);
+  case F::kId: return Product<F>(a, plan, scratch, local, begin, end);
 #define JQ_FORMAT_CASE_Gradients(F) \
   case F::kId: return Gradients<F>(a, plan, begin, end);
 
-void PrepareAny(const GroupedArguments& a, void* scratch, int64_t begin, int64_t end) {
+void PrepareAny(const GroupedArguments& a, const Plan& plan, void* scratch, int64_t begin, int64_t end) {
   JQ_FOR_FORMAT(a.type_id, Prepare)
 }
-void ProductAny(const GroupedArguments& a, const Plan& plan, const void* scratch, int64_t begin, int64_t end) {
+void ProductAny(const GroupedArguments& a, const Plan& plan, const void* scratch, void* local, int64_t begin,
+                int64_t end) {
   JQ_FOR_FORMAT(a.type_id, Product)
 }
 void GradientAny(const GroupedArguments& a, const Plan& plan, int64_t begin, int64_t end) {

@@ -8,7 +8,8 @@
 // The gradient in x is the same with the transpose: x holds rows of n values, out rows of k.
 //
 // A handler makes a Plan, then runs prepare() over [0, x_rows) and, when all of it is done, product() over
-// [0, plan.units), in pieces and from any threads. gradient() needs no prepare().
+// [0, plan.units), in pieces and from any threads, each of which brings plan.local_bytes aligned to 64. gradient()
+// needs neither.
 #pragma once
 
 #include <cstdint>
@@ -44,6 +45,13 @@ struct GroupedArguments {
   }
 };
 
+// Whether the tile unit multiplies, and who puts activations together for it.
+enum class Tiles : int {
+  kNone,
+  kOfAll,    // prepare(), for all rows in their order
+  kOfUnits,  // product(), where a unit has enough positions
+};
+
 // How a product or gradient is cut into units of work. Results do not depend on it.
 struct Plan {
   int64_t columns_per_unit;         // of out
@@ -51,18 +59,19 @@ struct Plan {
   int64_t positions_per_unit;       // of p
   std::vector<int64_t> first_unit;  // of each group, and the number of all
   int64_t units;
+  Tiles tiles;
+  int64_t scratch_bytes;  // that prepare() writes and product() reads, aligned to 64
+  int64_t local_bytes;
 };
-Plan PlanProduct(const GroupedArguments& arguments, int64_t threads);
+Plan PlanProduct(const GroupedArguments& arguments, int64_t threads, bool has_tiles);
 Plan PlanGradient(const GroupedArguments& arguments, int64_t threads);
-
-// Bytes that prepare() writes and product() reads, aligned to 64; not for gradients.
-int64_t ScratchBytes(const GroupedArguments& arguments);
 
 struct LinearKernels {
   // Rows [begin, end) of x: quantised, or converted to float32.
-  void (*prepare)(const GroupedArguments& arguments, void* scratch, int64_t begin, int64_t end);
+  void (*prepare)(const GroupedArguments& arguments, const Plan& plan, void* scratch, int64_t begin, int64_t end);
   // Units [begin, end) of the plan.
-  void (*product)(const GroupedArguments& arguments, const Plan& plan, const void* scratch, int64_t begin, int64_t end);
+  void (*product)(const GroupedArguments& arguments, const Plan& plan, const void* scratch, void* local, int64_t begin,
+                  int64_t end);
   void (*gradient)(const GroupedArguments& arguments, const Plan& plan, int64_t begin, int64_t end);
 };
 

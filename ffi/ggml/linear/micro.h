@@ -38,15 +38,16 @@ JQ_INLINE __m256i InOrder(__m256i sum) {
 
 struct PanelSource {
   const Panel* panel;
+  int v;
   JQ_INLINE __m256i Code(int s, int i) const {
-    return _mm256_load_si256(reinterpret_cast<const __m256i*>(panel->codes[s][i]));
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(panel->codes[s][i][v]));
   }
-  JQ_INLINE __m256 Scale(int s, int h) const { return _mm256_load_ps(panel->scales[s][h]); }
-  JQ_INLINE __m256 Offset(int s, int h) const { return _mm256_load_ps(panel->offsets[s][h]); }
+  JQ_INLINE __m256 Scale(int s, int h) const { return _mm256_load_ps(panel->scales[s][h][v]); }
+  JQ_INLINE __m256 Offset(int s, int h) const { return _mm256_load_ps(panel->offsets[s][h][v]); }
   JQ_INLINE __m256i IntegerScale(int s, int h) const {
-    return _mm256_load_si256(reinterpret_cast<const __m256i*>(panel->integer_scales[s][h]));
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(panel->integer_scales[s][h][v]));
   }
-  JQ_INLINE __m256 Factor() const { return _mm256_load_ps(panel->factor); }
+  JQ_INLINE __m256 Factor() const { return _mm256_load_ps(panel->factor[v]); }
 };
 
 // The integer products of half h (or all) of span s: of integer scales too, where there are some.
@@ -199,12 +200,12 @@ JQ_INLINE void StoreSums(const __m256 (&out)[T][S], float* sums) {
 
 // sums: T times kPanelRows floats.
 template <typename K, int T, int S>
-__attribute__((noinline)) void Multiply(const Panel* panels, int spans, const ActivationSpan* const* activations,
+__attribute__((noinline)) void Multiply(const Panel& panel, int spans, const ActivationSpan* const* activations,
                                         float* sums) {
   const ActivationSpan* x[T];
   for (int t = 0; t < T; ++t) x[t] = activations[t];
   PanelSource w[S];
-  for (int v = 0; v < S; ++v) w[v].panel = panels + v;
+  for (int v = 0; v < S; ++v) w[v] = {&panel, v};
   __m256 out[T][S];
   LoadSums(sums, out);
   for (int s = 0; s < spans; ++s) {
@@ -238,12 +239,11 @@ __attribute__((noinline)) void MultiplyDirectly(const Rows<F>& rows, int64_t blo
 #else
 
 template <typename K, int T, int S>
-__attribute__((noinline)) void Multiply(const Panel* panels, int spans, const ActivationSpan* const* activations,
+__attribute__((noinline)) void Multiply(const Panel& panel, int spans, const ActivationSpan* const* activations,
                                         float* sums) {
   constexpr int kWords = K::kGroup / 4;
   for (int t = 0; t < T; ++t) {
     for (int v = 0; v < S; ++v) {
-      const Panel& w = panels[v];
       float* out = sums + t * kPanelRows + v * kLanes;
       for (int s = 0; s < spans; ++s) {
         const ActivationSpan& x = activations[t][s];
@@ -253,22 +253,22 @@ __attribute__((noinline)) void Multiply(const Panel* panels, int spans, const Ac
           for (int i = h * kWords; i < (h + 1) * kWords; ++i) {
             for (int row = 0; row < kLanes; ++row) {
               for (int j = 0; j < 4; ++j) {
-                products[row] += static_cast<int8_t>(w.codes[s][i][4 * row + j]) * x.codes[4 * i + j];
+                products[row] += static_cast<int8_t>(panel.codes[s][i][v][4 * row + j]) * x.codes[4 * i + j];
               }
             }
           }
           for (int row = 0; row < kLanes; ++row) {
             if constexpr (K::kIntegerScales) {
-              scaled[row] += products[row] * w.integer_scales[s][h][row];
+              scaled[row] += products[row] * panel.integer_scales[s][h][v][row];
             } else {
-              out[row] = out[row] + w.scales[s][h][row] * x.scale * static_cast<float>(products[row]);
-              if constexpr (K::kOffset) out[row] = out[row] + w.offsets[s][h][row] * x.sums.scaled[h];
+              out[row] = out[row] + panel.scales[s][h][v][row] * x.scale * static_cast<float>(products[row]);
+              if constexpr (K::kOffset) out[row] = out[row] + panel.offsets[s][h][v][row] * x.sums.scaled[h];
             }
           }
         }
         if constexpr (K::kIntegerScales) {
           for (int row = 0; row < kLanes; ++row) {
-            out[row] = out[row] + w.factor[row] * x.scale * static_cast<float>(scaled[row]);
+            out[row] = out[row] + panel.factor[v][row] * x.scale * static_cast<float>(scaled[row]);
           }
         }
       }

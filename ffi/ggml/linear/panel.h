@@ -1,4 +1,5 @@
-// Weights as the micro-kernels read them: the codes (or values) of eight rows, decoded for a stretch of k.
+// Weights as the micro-kernels read them: the codes of two eights of rows, or the values of one, decoded for a stretch
+// of k.
 #pragma once
 
 #include <cstdint>
@@ -13,16 +14,16 @@ namespace ggml {
 namespace JQ_ISA {
 namespace {
 
-// codes[s][i]: values 32 s + 4 i ... + 3 of each row, plus Coding<F>::kZero.
+// codes[s][i][v]: values 32 s + 4 i ... + 3 of each row of eight v, plus Coding<F>::kZero.
 struct alignas(64) Panel {
-  uint8_t codes[kSpans][kSpan / 4][kLanes * 4];
+  uint8_t codes[kSpans][kSpan / 4][kEights][kLanes * 4];
   union {
-    float scales[kSpans][2][kLanes];  // the second one where groups are of 16
-    int32_t integer_scales[kSpans][2][kLanes];
+    float scales[kSpans][2][kEights][kLanes];  // the second one where groups are of 16
+    int32_t integer_scales[kSpans][2][kEights][kLanes];
   };
   union {
-    float offsets[kSpans][2][kLanes];
-    float factor[kLanes];  // of integer_scales, in formats whose blocks fill a panel
+    float offsets[kSpans][2][kEights][kLanes];
+    float factor[kEights][kLanes];  // of integer_scales, in formats whose blocks fill a panel
   };
 };
 // at[k]: value k of each row.
@@ -43,8 +44,8 @@ constexpr bool kHasRowCodes = false;
 #endif
 
 #if defined(__AVX2__)
-// 16 bytes of eight rows, as four vectors of the same four bytes of all.
-JQ_INLINE void Interleave(const uint8_t* const (&rows)[kLanes], int64_t at, uint8_t* to) {
+// 16 bytes of eight rows, as four vectors of the same four bytes of all, one every `stride` bytes.
+JQ_INLINE void Interleave(const uint8_t* const (&rows)[kLanes], int64_t at, uint8_t* to, int64_t stride = 4 * kLanes) {
   __m256i pair[4];
   for (int i = 0; i < 4; ++i) {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at));
@@ -53,16 +54,16 @@ JQ_INLINE void Interleave(const uint8_t* const (&rows)[kLanes], int64_t at, uint
   }
   const __m256i a = _mm256_unpacklo_epi32(pair[0], pair[1]), b = _mm256_unpackhi_epi32(pair[0], pair[1]);
   const __m256i c = _mm256_unpacklo_epi32(pair[2], pair[3]), d = _mm256_unpackhi_epi32(pair[2], pair[3]);
-  __m256i* target = reinterpret_cast<__m256i*>(to);
-  _mm256_storeu_si256(target, _mm256_unpacklo_epi64(a, c));
-  _mm256_storeu_si256(target + 1, _mm256_unpackhi_epi64(a, c));
-  _mm256_storeu_si256(target + 2, _mm256_unpacklo_epi64(b, d));
-  _mm256_storeu_si256(target + 3, _mm256_unpackhi_epi64(b, d));
+  const auto store = [&](int i, __m256i v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + stride * i), v); };
+  store(0, _mm256_unpacklo_epi64(a, c));
+  store(1, _mm256_unpackhi_epi64(a, c));
+  store(2, _mm256_unpacklo_epi64(b, d));
+  store(3, _mm256_unpackhi_epi64(b, d));
 }
 #else
-JQ_INLINE void Interleave(const uint8_t* const (&rows)[kLanes], int64_t at, uint8_t* to) {
+JQ_INLINE void Interleave(const uint8_t* const (&rows)[kLanes], int64_t at, uint8_t* to, int64_t stride = 4 * kLanes) {
   for (int i = 0; i < 4; ++i) {
-    for (int row = 0; row < kLanes; ++row) memcpy(to + 32 * i + 4 * row, rows[row] + at + 4 * i, 4);
+    for (int row = 0; row < kLanes; ++row) memcpy(to + stride * i + 4 * row, rows[row] + at + 4 * i, 4);
   }
 }
 #endif
@@ -177,9 +178,9 @@ JQ_INLINE void Transpose(const __m256 (&rows)[kLanes], float* to, int stride) {
 
 constexpr int64_t kPanelAhead = 4096, kDirectAhead = 8192;  // bytes
 
-// Values [first, first + 32 spans) of each row; first is a multiple of kStretch.
+// Values [first, first + 32 spans) of each row of eight v; first is a multiple of kStretch.
 template <typename F>
-void Fill(const Rows<F>& rows, int64_t first, int spans, Panel* panel) {
+void Fill(const Rows<F>& rows, int64_t first, int spans, int v, Panel* panel) {
   using C = Coding<F>;
   constexpr int kBlockSpans = F::kBlock / kSpan, kGroups = kSpan / C::kGroup;
   for (int span = 0; span < spans; span += kBlockSpans) {
@@ -193,20 +194,20 @@ void Fill(const Rows<F>& rows, int64_t first, int spans, Panel* panel) {
       for (int s = 0; s < kBlockSpans; ++s) {
 #pragma GCC unroll 8
         for (int i = 0; i < kSpan / 4; ++i) {
-          _mm256_store_si256(reinterpret_cast<__m256i*>(panel->codes[span + s][i]), block.Code(s, i));
+          _mm256_store_si256(reinterpret_cast<__m256i*>(panel->codes[span + s][i][v]), block.Code(s, i));
         }
 #pragma GCC unroll 2
         for (int h = 0; h < kGroups; ++h) {
           if constexpr (kIntegerScales<F>) {
-            __m256i* scales = reinterpret_cast<__m256i*>(panel->integer_scales[s][h]);
+            __m256i* scales = reinterpret_cast<__m256i*>(panel->integer_scales[s][h][v]);
             _mm256_store_si256(scales, block.IntegerScale(s, h));
           } else {
-            _mm256_store_ps(panel->scales[span + s][h], block.Scale(s, h));
+            _mm256_store_ps(panel->scales[span + s][h][v], block.Scale(s, h));
           }
-          if constexpr (C::kOffset) _mm256_store_ps(panel->offsets[span + s][h], block.Offset(s, h));
+          if constexpr (C::kOffset) _mm256_store_ps(panel->offsets[span + s][h][v], block.Offset(s, h));
         }
       }
-      if constexpr (kIntegerScales<F>) _mm256_store_ps(panel->factor, block.Factor());
+      if constexpr (kIntegerScales<F>) _mm256_store_ps(panel->factor[v], block.Factor());
       continue;
     }
 #endif
@@ -221,12 +222,12 @@ void Fill(const Rows<F>& rows, int64_t first, int spans, Panel* panel) {
           float scale, offset;
           Decoder<F>::Group(block, g, group, &scale, &offset);
           if constexpr (kIntegerScales<F>) {
-            panel->integer_scales[span + s][h][row] = IntegerScale(block, g);
-            panel->factor[row] = ToFloat(block.d);
+            panel->integer_scales[span + s][h][v][row] = IntegerScale(block, g);
+            panel->factor[v][row] = ToFloat(block.d);
           } else {
-            panel->scales[span + s][h][row] = scale;
+            panel->scales[span + s][h][v][row] = scale;
           }
-          if constexpr (C::kOffset) panel->offsets[span + s][h][row] = offset;
+          if constexpr (C::kOffset) panel->offsets[span + s][h][v][row] = offset;
           if constexpr (!kHasRowCodes<F>) {
             for (int j = 0; j < C::kGroup; ++j) {
               codes[s][row][h * C::kGroup + j] = static_cast<int8_t>(group[j] + C::kZero);
@@ -244,19 +245,20 @@ void Fill(const Rows<F>& rows, int64_t first, int spans, Panel* panel) {
     for (int s = 0; s < kBlockSpans; ++s) {
       const uint8_t* of_row[kLanes];
       for (int row = 0; row < kLanes; ++row) of_row[row] = reinterpret_cast<const uint8_t*>(codes[s][row]);
-      Interleave(of_row, 0, panel->codes[span + s][0]);
-      Interleave(of_row, 16, panel->codes[span + s][4]);
+      Interleave(of_row, 0, panel->codes[span + s][0][v], sizeof(panel->codes[0][0]));
+      Interleave(of_row, 16, panel->codes[span + s][4][v], sizeof(panel->codes[0][0]));
     }
   }
 }
 
+// Of a row of the first eight.
 template <typename F>
 JQ_INLINE float ScaleOf(const Panel& panel, int s, int h, int row) {
   if constexpr (kIntegerScales<F>) {
     // The low half alone: both may hold it.
-    return panel.factor[row] * static_cast<float>(static_cast<int16_t>(panel.integer_scales[s][h][row]));
+    return panel.factor[0][row] * static_cast<float>(static_cast<int16_t>(panel.integer_scales[s][h][0][row]));
   }
-  return panel.scales[s][h][row];
+  return panel.scales[s][h][0][row];
 }
 
 // Values [first, first + count) of each row as float32; first is a multiple of kStretch.
@@ -277,7 +279,7 @@ void Fill(const Rows<F>& rows, int64_t first, int count, ValuePanel* panel) {
   } else {
     Panel codes;
     using C = Coding<F>;
-    Fill(rows, first, count / kSpan, &codes);
+    Fill(rows, first, count / kSpan, 0, &codes);
     for (int s = 0; s < count / kSpan; ++s) {
 #pragma GCC unroll 8
       for (int i = 0; i < kSpan / 4; ++i) {
@@ -285,13 +287,13 @@ void Fill(const Rows<F>& rows, int64_t first, int count, ValuePanel* panel) {
         for (int j = 0; j < 4; ++j) {
           for (int row = 0; row < kLanes; ++row) {
             int32_t word;
-            memcpy(&word, codes.codes[s][i] + 4 * row, sizeof(word));
+            memcpy(&word, codes.codes[s][i][0] + 4 * row, sizeof(word));
             // Unsigned where a zero is added.
             const int32_t raw = C::kZero == 0 && kCodes<F>.lowest < 0
                                     ? static_cast<int32_t>(static_cast<uint32_t>(word) << (24 - 8 * j)) >> 24
                                     : (word >> (8 * j) & 255) - C::kZero;
             float value = ScaleOf<F>(codes, s, h, row) * static_cast<float>(raw);
-            if constexpr (C::kOffset) value = value + codes.offsets[s][h][row];
+            if constexpr (C::kOffset) value = value + codes.offsets[s][h][0][row];
             panel->at[s * kSpan + i * 4 + j][row] = value;
           }
         }

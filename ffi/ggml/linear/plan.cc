@@ -9,8 +9,9 @@ namespace {
 
 int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-Plan Cut(const GroupedArguments& a, int64_t columns, int64_t column_step, int64_t max_positions, int64_t max_cells,
-         int64_t threads) {
+// position_step: positions are cut, and cells counted, in multiples of it.
+Plan Cut(const GroupedArguments& a, int64_t columns, int64_t column_step, int64_t max_positions, int64_t position_step,
+         int64_t max_cells, int64_t threads) {
   int64_t positions = 0, largest = 0;
   for (int64_t e = 0; e < a.experts; ++e) {
     const int64_t group = a.group_begin[e + 1] - a.group_begin[e];
@@ -18,7 +19,8 @@ Plan Cut(const GroupedArguments& a, int64_t columns, int64_t column_step, int64_
     largest = std::max(largest, group);
   }
   Plan plan{};
-  plan.positions_per_unit = std::max<int64_t>(1, std::min(largest, max_positions));
+  const auto whole = [&](int64_t count) { return CeilDivide(count, position_step) * position_step; };
+  plan.positions_per_unit = whole(std::max<int64_t>(1, std::min(largest, max_positions)));
   const int64_t widest =
       std::max(column_step, std::min(max_cells / plan.positions_per_unit, columns) / column_step * column_step);
   plan.columns_per_unit = widest;
@@ -43,25 +45,50 @@ Plan Cut(const GroupedArguments& a, int64_t columns, int64_t column_step, int64_
     count();
   }
   while (plan.units < threads * 2 && plan.positions_per_unit > 16) {
-    plan.positions_per_unit = std::max<int64_t>(16, CeilDivide(plan.positions_per_unit, 2));
+    plan.positions_per_unit = whole(std::max<int64_t>(16, CeilDivide(plan.positions_per_unit, 2)));
     count();
   }
   return plan;
 }
 
+bool IsFloat(int type_id) { return type_id == 0 || type_id == 1 || type_id == 30; }
+
+// Activations of a unit that stay in the second cache, and columns for which it is worth while to fetch them.
+constexpr int64_t kTileBytes = 3 << 19;
+constexpr int64_t kTileColumns = 1024;
+
+Plan PlanTiles(const GroupedArguments& a, int64_t threads) {
+  const int64_t row_bytes = StretchesOf(a.k) * static_cast<int64_t>(sizeof(ActivationTile)) / kTilePositions;
+  const int64_t rows = std::clamp(kTileBytes / row_bytes, int64_t{kTilePositions}, kMaxTilePositions);
+  const int64_t positions = rows / kTilePositions * kTilePositions;
+  Plan plan = Cut(a, a.n, kPanelRows, positions, kTilePositions, positions * kTileColumns, threads);
+  const int64_t tile_row = StretchesOf(a.k) * static_cast<int64_t>(sizeof(ActivationTile));
+  bool all = a.x_row == nullptr;
+  for (int64_t e = 0; all && e < a.experts; ++e) all = a.group_begin[e] % kTilePositions == 0;
+  plan.tiles = all ? Tiles::kOfAll : Tiles::kOfUnits;
+  plan.scratch_bytes =
+      all ? TilesOf(a.x_rows) * tile_row : a.x_rows * (a.k / kSpan) * static_cast<int64_t>(sizeof(ActivationSpan));
+  plan.local_bytes = all ? 0 : TilesOf(plan.positions_per_unit) * tile_row;
+  return plan;
+}
+
 }  // namespace
 
-Plan PlanProduct(const GroupedArguments& a, int64_t threads) {
-  return Cut(a, a.n, kPanelRows, kMaxPositions, kMaxCells, threads);
+Plan PlanProduct(const GroupedArguments& a, int64_t threads, bool has_tiles) {
+  const bool int8 = a.int8_lhs && !IsFloat(a.type_id);
+  int64_t largest = 0;
+  for (int64_t e = 0; e < a.experts; ++e) largest = std::max(largest, a.group_begin[e + 1] - a.group_begin[e]);
+  if (has_tiles && int8 && largest >= kLeastTilePositions) return PlanTiles(a, threads);
+  Plan plan = Cut(a, a.n, kPanelRows, kMaxPositions, 1, kMaxCells, threads);
+  if (int8) {
+    plan.scratch_bytes = a.x_rows * (a.k / kSpan) * static_cast<int64_t>(sizeof(ActivationSpan));
+  } else if (a.x_type != DType::kF32) {
+    plan.scratch_bytes = a.x_rows * a.k * static_cast<int64_t>(sizeof(float));
+  }
+  return plan;
 }
 Plan PlanGradient(const GroupedArguments& a, int64_t threads) {
-  return Cut(a, a.k, kGradientColumns, kGradientPositions, kGradientColumns * kGradientPositions, threads);
-}
-
-int64_t ScratchBytes(const GroupedArguments& a) {
-  const bool is_float = a.type_id == 0 || a.type_id == 1 || a.type_id == 30;
-  if (a.int8_lhs && !is_float) return a.x_rows * (a.k / kSpan) * static_cast<int64_t>(sizeof(ActivationSpan));
-  return a.x_type == DType::kF32 ? 0 : a.x_rows * a.k * static_cast<int64_t>(sizeof(float));
+  return Cut(a, a.k, kGradientColumns, kGradientPositions, 1, kGradientColumns * kGradientPositions, threads);
 }
 
 }  // namespace ggml
