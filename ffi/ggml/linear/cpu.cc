@@ -175,8 +175,9 @@ void MultiplyUnit(const GroupedArguments& a, const Unit& unit, const Element* x)
 // x: tiles of the unit's positions; `step` further on those of the next stretch.
 template <typename F>
 void MultiplyUnitOfTiles(const GroupedArguments& a, const Unit& unit, const ActivationTile* x, int64_t step) {
+  using K = KindOf<F>;
   const int positions = static_cast<int>(unit.end_position - unit.first_position);
-  const int64_t tiles = TilesOf(positions), stretches = StretchesOf(a.k);
+  const int64_t stretches = StretchesOf(a.k);
   const uint8_t* w = a.Matrix(unit.group, a.k / F::kBlock * static_cast<int64_t>(sizeof(F)));
   // Panels whose results are stored together: rows of out are pages apart.
   constexpr int64_t kAtOnce = 4;
@@ -192,9 +193,11 @@ void MultiplyUnitOfTiles(const GroupedArguments& a, const Unit& unit, const Acti
         const int64_t first = stretch * kStretch;
         const int spans = static_cast<int>(std::min<int64_t>(a.k - first, kStretch) / kSpan);
         for (int v = 0; v < eights; ++v) Fill(rows[v], first, spans, v, &panel);
-        TakeBackZeros<KindOf<F>>(Coding<F>::kZero, spans, &panel);
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-          MultiplyTile<KindOf<F>>(panel, spans, x[stretch * step + tile], stretch != 0, sums[p][tile * kTilePositions]);
+        TakeBackZeros<K>(Coding<F>::kZero, spans, &panel);
+        for (int tile = 0, t = 0; t < positions; ++tile, t += kTilePositions) {
+          const auto multiply = positions - t <= kTilePositions / 2 ? MultiplyTile<K, kTilePositions / 2>
+                                                                    : MultiplyTile<K, kTilePositions>;
+          multiply(panel, spans, x[stretch * step + tile], stretch != 0, sums[p][t]);
         }
       }
     }
