@@ -75,6 +75,11 @@ JQ_DECODE Bytes<kBytes> operator>>(Bytes<kBytes> a, int bits) {
   for (int j = 0; j < kBytes / 4; ++j) a.words[j] = a.words[j] >> bits & 0x01010101u * (255u >> bits);
   return a;
 }
+template <int kBytes>
+JQ_DECODE Bytes<kBytes> operator<<(Bytes<kBytes> a, int bits) {
+  for (int j = 0; j < kBytes / 4; ++j) a.words[j] = a.words[j] << bits & 0x01010101u * (255u << bits & 255u);
+  return a;
+}
 #elif defined(__GNUC__) && !defined(__clang__)
 #define JQ_BYTE_VECTORS
 template <int kBytes>
@@ -115,6 +120,11 @@ JQ_BYTES_OPERATOR(>=, x >= y ? 255 : 0)
 template <int kBytes>
 JQ_DECODE Bytes<kBytes> operator>>(Bytes<kBytes> a, int bits) {
   for (int j = 0; j < kBytes; ++j) a.at[j] = static_cast<uint8_t>(a.at[j] >> bits);
+  return a;
+}
+template <int kBytes>
+JQ_DECODE Bytes<kBytes> operator<<(Bytes<kBytes> a, int bits) {
+  for (int j = 0; j < kBytes; ++j) a.at[j] = static_cast<uint8_t>(a.at[j] << bits);
   return a;
 }
 #endif

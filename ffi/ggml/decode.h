@@ -268,10 +268,9 @@ struct Decoder<Q6_K> {
     const int half = g / 8, quarter = g % 8 / 2, at = g % 2 * 16;
     const uint8_t* low = b.ql + half * 64 + quarter % 2 * 32 + at;
     const uint8_t* high = b.qh + half * 32 + at;
-    const int low_shift = quarter / 2 * 4, high_shift = quarter * 2;
-    for (int j = 0; j < 16; ++j) {
-      codes[j] = static_cast<int8_t>(((low[j] >> low_shift & 15) | (high[j] >> high_shift & 3) << 4) - 32);
-    }
+    const Bytes<16> nibbles = LoadBytes<16>(low) >> (quarter / 2 * 4) & Spread<16>(15);
+    const Bytes<16> pairs = LoadBytes<16>(high) >> (quarter * 2) & Spread<16>(3);
+    StoreBytes<16>((nibbles | pairs << 4) - Spread<16>(32), codes);
     *scale = HalfToFloat(b.d) * static_cast<float>(b.scales[g]);
   }
 };
@@ -445,7 +444,16 @@ constexpr bool kIsFloat = F::kBlock == 1;
 // values[j] = scale * codes[j] (+ offset)
 template <int kCount, bool kOffset>
 JQ_DECODE void Scale(const int8_t* codes, float scale, float offset, float* values) {
-#if defined(__AVX2__) && !defined(__CUDACC__)
+#if defined(__AVX512F__) && !defined(__CUDACC__)
+  static_assert(kCount % 16 == 0, "whole vectors");
+  for (int j = 0; j < kCount; j += 16) {
+    const __m512i wide =
+        _mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + j)));
+    __m512 product = _mm512_mul_ps(_mm512_set1_ps(scale), _mm512_maskz_cvtepi32_ps(0xffff, wide));
+    if constexpr (kOffset) product = _mm512_add_ps(product, _mm512_set1_ps(offset));
+    _mm512_storeu_ps(values + j, product);
+  }
+#elif defined(__AVX2__) && !defined(__CUDACC__)
   const __m256 scales = _mm256_set1_ps(scale), offsets = _mm256_set1_ps(offset);
   for (int j = 0; j < kCount; j += 8) {
     const __m128i few = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + j));
