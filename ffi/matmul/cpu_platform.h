@@ -70,11 +70,13 @@ struct Cpu {
 
   static ffi::Error Product(Context pool, const char* name, const ProductArguments& a) {
     const Kernels& kernels = KernelsHere();
-    const Plan plan = MakePlan(a, kernels.traits, pool.num_threads());
+    Traits traits = kernels.traits;
+    traits.tiles = traits.tiles && TilesHere();
+    const Plan plan = MakePlan(a, traits, pool.num_threads());
     AdviseHugePages(a.out, a.batch * a.m * a.n * SizeOf(a.out_type));
     const Memory shared = Allocate(plan.shared_bytes);
     if (shared == nullptr) return NoMemory(name, plan.shared_bytes);
-    if (!plan.a_in_place || plan.row_sums || plan.column_sums) {
+    if (!plan.a_in_place || plan.row_sums || (plan.column_sums && !plan.tiles)) {
       ParallelFor(pool, plan.a_rows, std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(a.k, 1)),
                   [&](int64_t begin, int64_t end) { kernels.prepare(a, plan, shared.get(), begin, end); });
     }
