@@ -81,10 +81,10 @@ struct Cpu {
                   [&](int64_t begin, int64_t end) { kernels.prepare(a, plan, shared.get(), begin, end); });
     }
     // As many units as are worth a second thread.
-    constexpr int64_t kWork = 1 << 18;  // products
+    const int64_t work = plan.tiles ? 1 << 22 : 1 << 18;  // products
     const int64_t each = std::max<int64_t>(1, a.batch * a.m * a.n * a.k / plan.units);
     std::atomic<bool> enough{true};
-    ParallelFor(pool, plan.units, std::max<int64_t>(1, kWork / each), [&](int64_t begin, int64_t end) {
+    ParallelFor(pool, plan.units, std::max<int64_t>(1, work / each), [&](int64_t begin, int64_t end) {
       uint8_t* const local = LocalMemory(plan.local_bytes);
       if (local == nullptr) {
         enough = false;

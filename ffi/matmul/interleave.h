@@ -51,23 +51,25 @@ JQ_INLINE void StoreWords(__m128i a, __m128i b, __m128i c, __m128i d, uint8_t* t
 #endif
 
 // Four plain rows of up to 16 columns. flip: of the bits of each code, which has a byte of its own now; extend: the bit
-// that flips is a sign, and the byte becomes signed.
+// that flips is a sign, and the byte becomes signed; a byte that was one remains as it is.
 template <int bits, bool extend = false>
 JQ_INLINE void InterleavePanel(const uint8_t* const (&rows)[4], int columns, int flip, uint8_t* to) {
 #if defined(__SSE2__)
   const __m128i flips = _mm_set1_epi8(static_cast<char>(flip));
   __m128i r[4];
   for (int j = 0; j < 4; ++j) {
-    r[j] = _mm_xor_si128(PlainRow<bits>(rows[j], columns), flips);
-    if (extend) r[j] = _mm_sub_epi8(r[j], flips);
+    r[j] = PlainRow<bits>(rows[j], columns);
+    if constexpr (!(extend && bits == 8)) r[j] = _mm_xor_si128(r[j], flips);
+    if constexpr (extend && bits < 8) r[j] = _mm_sub_epi8(r[j], flips);
   }
   StoreWords(r[0], r[1], r[2], r[3], to);
 #else
   constexpr int kEach = 8 / bits;
   for (int c = 0; c < columns; ++c) {
     for (int j = 0; j < 4; ++j) {
-      const int code = (rows[j][c / kEach] >> (c % kEach * bits) & ((1 << bits) - 1)) ^ flip;
-      to[4 * c + j] = static_cast<uint8_t>(extend ? code - flip : code);
+      int code = rows[j][c / kEach] >> (c % kEach * bits) & ((1 << bits) - 1);
+      if (!(extend && bits == 8)) code ^= flip;
+      to[4 * c + j] = static_cast<uint8_t>(extend && bits < 8 ? code - flip : code);
     }
   }
 #endif
@@ -97,8 +99,9 @@ JQ_INLINE void InterleaveFourPanels(const uint8_t* const (&rows)[4], int flip, u
   __m512i r[4];
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
-    r[j] = _mm512_xor_si512(WideRow<bits>(rows[j]), flips);
-    if (extend) r[j] = _mm512_sub_epi8(r[j], flips);
+    r[j] = WideRow<bits>(rows[j]);
+    if constexpr (!(extend && bits == 8)) r[j] = _mm512_xor_si512(r[j], flips);
+    if constexpr (extend && bits < 8) r[j] = _mm512_sub_epi8(r[j], flips);
   }
   const __m512i a = _mm512_unpacklo_epi8(r[0], r[1]), b = _mm512_unpackhi_epi8(r[0], r[1]);
   const __m512i c = _mm512_unpacklo_epi8(r[2], r[3]), d = _mm512_unpackhi_epi8(r[2], r[3]);

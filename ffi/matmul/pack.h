@@ -23,7 +23,7 @@ void PackRows(const ProductArguments& a, const uint8_t* w, int64_t group, int64_
   constexpr int64_t kAhead = 32;
   constexpr int kBytes = kPanel * bits / 8;
   const int64_t row_bytes = PlainRowBytes(a.n, bits);
-  const int flip = a.w.is_signed && !(extend && bits == 8) ? 1 << (bits - 1) : 0;
+  const int flip = a.w.is_signed ? 1 << (bits - 1) : 0;
   const int64_t whole = std::min(panels, a.n / kPanel - panel);
   for (int64_t i = 0; i < words; ++i, to += kPanelBytes) {
     const uint8_t* rows[4];

@@ -9,17 +9,18 @@ namespace matmul {
 namespace {
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kFewRows = 4;                        // that row kernels take
-constexpr int64_t kRows = 256;                         // of a unit
-constexpr int64_t kNarrow = 12;                        // panels, with many rows of a beside them
-constexpr int64_t kVectorRows = 4, kVectorCodes = 16;  // up to which the tile unit does not pay
+constexpr int64_t kFewRows = 4;  // that row kernels take
+constexpr int64_t kRows = 256;   // of a unit
+constexpr int64_t kNarrow = 12;  // panels, with many rows of a beside them
+// Up to which the tile unit does not pay: rows of a, and codes of a group.
+constexpr int64_t kVectorRows = 4, kVectorRowsPrepared = 8, kVectorCodes = 16;
 
 int64_t RoundUp(int64_t n, int64_t to) { return CeilDivide(n, to) * to; }
 
 // For the tile unit: sizes in codes and panels that leave in a core's second cache what is read again, here the panels
 // of a part of k, which meet one block of rows after the other.
 Plan MakeTilePlan(const ProductArguments& a, int64_t threads) {
-  constexpr int64_t kStep = 64, kChunk = 1024, kPart = 16384, kPanelCodes = 1 << 16, kWide = 64;
+  constexpr int64_t kStep = 64, kChunk = 1024, kPart = 16384, kPanelCodes = 1 << 16, kSpreadCodes = 1 << 14, kWide = 64;
   constexpr int64_t kShallowRows = 128;  // whose sums may wait for the next part of k
   Plan plan{};
   plan.tiles = true;
@@ -31,8 +32,9 @@ Plan MakeTilePlan(const ProductArguments& a, int64_t threads) {
   plan.row_sums = a.w_zero_point != nullptr;
   plan.column_sums = a.a_zero_point != nullptr;
 
-  // Rows of a w that is packed are read in long stretches, where few rows of a leave room for the sums of many columns.
-  const bool shallow = !plan.direct && !a.w.prepared && a.m <= kShallowRows;
+  // Rows of a w that is packed are read in long stretches, where few rows of a leave room for the sums of many columns;
+  // fields that are spread are read again at once.
+  const bool shallow = !plan.direct && a.m <= kShallowRows;
   const auto whole_groups = [&](int64_t most) {
     const int64_t padded = RoundUp(plan.group_codes, std::min(kStep, plan.group_codes));
     return padded <= most ? std::min(most / padded, a.groups) * plan.group_codes : most;
@@ -45,7 +47,8 @@ Plan MakeTilePlan(const ProductArguments& a, int64_t threads) {
   plan.rows_wait = all > plan.pack_codes;
 
   const int64_t panels = std::max<int64_t>(1, PanelCount(a.n));
-  const int64_t most_panels = std::clamp<int64_t>(kPanelCodes / std::min(all, plan.pack_codes) / 4 * 4, 4, kWide);
+  const int64_t panel_codes = shallow && a.w.prepared ? kSpreadCodes : kPanelCodes;
+  const int64_t most_panels = std::clamp<int64_t>(panel_codes / std::min(all, plan.pack_codes) / 4 * 4, 4, kWide);
   plan.rows_per_unit = a.m;
   plan.panels_per_unit = RoundUp(CeilDivide(panels, CeilDivide(panels, most_panels)), 4);
   const auto count = [&] {
@@ -65,14 +68,11 @@ Plan MakeTilePlan(const ProductArguments& a, int64_t threads) {
   };
   count();
   // Rows that are divided pack the same panels again.
-  while (threads > 1 && plan.units < 2 * threads) {
-    if (plan.direct && halve_rows(256)) {
-    } else if (halve_panels(16) || halve_rows(plan.direct ? 32 : 256) || halve_panels(4) || halve_rows(32)) {
-    } else {
-      break;
-    }
-    count();
-  }
+  const auto divide = [&] {
+    return (plan.direct && halve_rows(256)) || halve_panels(16) || (!plan.direct && halve_rows(256)) ||
+           (plan.direct && halve_rows(32)) || halve_panels(4) || halve_rows(32);
+  };
+  while (threads > 1 && plan.units < 2 * threads && divide()) count();
   plan.codes_at = plan.sums_at + RoundUp(plan.row_sums ? plan.a_rows * a.groups * 4 : 0, kLine);
   plan.shared_bytes = plan.codes_at + kLine;
   plan.local_bytes = kLine + TileMemory(plan).bytes;
@@ -107,7 +107,9 @@ TileMemory::TileMemory(const Plan& plan) {
 }
 
 Plan MakePlan(const ProductArguments& a, const Traits& traits, int64_t threads) {
-  if (traits.tiles && a.m > kVectorRows && a.k / a.groups >= kVectorCodes) return MakeTilePlan(a, threads);
+  if (traits.tiles && a.m > (a.w.prepared ? kVectorRowsPrepared : kVectorRows) && a.k / a.groups >= kVectorCodes) {
+    return MakeTilePlan(a, threads);
+  }
   Plan plan{};
   plan.w_shift = WeightShift(a.w);
   plan.group_size = a.k / a.groups;
