@@ -12,7 +12,7 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kFewRows = 4;  // that row kernels take
 constexpr int64_t kRows = 256;   // of a unit
 constexpr int64_t kNarrow = 12;  // panels, with many rows of a beside them
-// Up to which the tile unit does not pay: rows of a, and codes of a group.
+// The tile unit pays for more rows of a, and for at least so many codes of a group.
 constexpr int64_t kVectorRows = 4, kVectorRowsPrepared = 8, kVectorCodes = 16;
 
 int64_t RoundUp(int64_t n, int64_t to) { return CeilDivide(n, to) * to; }
@@ -107,9 +107,9 @@ TileMemory::TileMemory(const Plan& plan) {
 }
 
 Plan MakePlan(const ProductArguments& a, const Traits& traits, int64_t threads) {
-  if (traits.tiles && a.m > (a.w.prepared ? kVectorRowsPrepared : kVectorRows) && a.k / a.groups >= kVectorCodes) {
-    return MakeTilePlan(a, threads);
-  }
+  const bool shifts = !a.a_signed && a.w.bits == 8;  // without tiles, which read a as it lies
+  const int64_t vector_rows = a.w.prepared && !shifts ? kVectorRowsPrepared : kVectorRows;
+  if (traits.tiles && a.m > vector_rows && a.k / a.groups >= kVectorCodes) return MakeTilePlan(a, threads);
   Plan plan{};
   plan.w_shift = WeightShift(a.w);
   plan.group_size = a.k / a.groups;
