@@ -21,7 +21,7 @@ int64_t RoundUp(int64_t n, int64_t to) { return CeilDivide(n, to) * to; }
 // of a part of k, which meet one block of rows after the other.
 Plan MakeTilePlan(const ProductArguments& a, int64_t threads) {
   constexpr int64_t kStep = 64, kChunk = 1024, kPart = 16384, kPanelCodes = 1 << 16, kSpreadCodes = 1 << 14, kWide = 64;
-  constexpr int64_t kShallowRows = 128;  // whose sums may wait for the next part of k
+  constexpr int64_t kShallowRows = 128, kWaitingRows = 1024;  // whose sums may wait for the next part of k
   Plan plan{};
   plan.tiles = true;
   plan.group_size = a.k / a.groups;
@@ -49,7 +49,7 @@ Plan MakeTilePlan(const ProductArguments& a, int64_t threads) {
   const int64_t panels = std::max<int64_t>(1, PanelCount(a.n));
   const int64_t panel_codes = shallow && a.w.prepared ? kSpreadCodes : kPanelCodes;
   const int64_t most_panels = std::clamp<int64_t>(panel_codes / std::min(all, plan.pack_codes) / 4 * 4, 4, kWide);
-  plan.rows_per_unit = a.m;
+  plan.rows_per_unit = plan.rows_wait ? std::min(a.m, kWaitingRows) : a.m;
   plan.panels_per_unit = RoundUp(CeilDivide(panels, CeilDivide(panels, most_panels)), 4);
   const auto count = [&] {
     plan.row_units = CeilDivide(a.m, plan.rows_per_unit);
