@@ -50,14 +50,13 @@ def pack(codes, bits):
 
 
 def prepare(codes, bits):
-    """[b, k, n] codes to the prepared layout, byte by byte."""
+    """[b, k, n] codes to the prepared layout."""
     b, k, n = codes.shape
-    each = 32 // bits
-    out = np.zeros((b, -(-n // 16), -(-k // each), 64), np.uint8)
-    low = codes.view(np.uint8) & ((1 << bits) - 1)
-    for row in range(k):
-        i, rest = divmod(row, each)
-        t, j = divmod(rest, 4)
-        for column in range(n):
-            out[:, column // 16, i, column % 16 * 4 + j] |= low[:, row, column] << (bits * t)
-    return out
+    parts = 8 // bits
+    words, panels = -(-k // (4 * parts)), -(-n // 16)
+    padded = np.zeros((b, words * 4 * parts, panels * 16), np.uint8)
+    padded[:, :k, :n] = codes.view(np.uint8) & ((1 << bits) - 1)
+    fields = (
+        padded.reshape(b, words, parts, 4, panels, 16) << (bits * np.arange(parts, dtype=np.uint8))[:, None, None, None]
+    )
+    return np.bitwise_or.reduce(fields, axis=2).transpose(0, 3, 1, 4, 2).reshape(b, panels, words, 64)

@@ -1,6 +1,9 @@
 """Integer products: exact sums of codes, the prepared layout, and scaled products, against NumPy."""
 
+import ctypes
 import itertools
+import mmap
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +56,22 @@ def test_exact(dtypes, implementation):
         np.testing.assert_array_equal(actual, oracle.int_matmul(a, b), err_msg=f"{a.shape} {b.shape}")
 
 
+@pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: f"{pair[0].__name__}-{pair[1].__name__}")
+def test_exact_around_blocks(dtypes):
+    """The edges of the blocks that kernels on the CPU work in: one more, one less, and in every combination."""
+    rng = np.random.default_rng(4)
+    rows, columns = (9, 16, 17, 31, 32, 33, 100), (1, 15, 16, 17, 33, 64, 100)
+    sizes = [
+        *itertools.product(rows, columns, (1, 3, 16, 17, 63, 64, 65, 127, 130, 1030)),
+        (9, 20, 1024),
+        (70, 40, 2112),
+    ]
+    products = jax.jit(lambda pairs: [jaxquant.int_matmul(a, b) for a, b in pairs])
+    pairs = [(codes(rng, dtypes[0], m, k), codes(rng, dtypes[1], k, n)) for m, n, k in sizes]
+    for (a, b), actual in zip(pairs, products(pairs), strict=True):
+        np.testing.assert_array_equal(actual, oracle.int_matmul(a, b), err_msg=f"{a.shape} {b.shape}")
+
+
 @every_implementation
 @pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: f"{pair[0].__name__}-{pair[1].__name__}")
 def test_extremes(dtypes, implementation):
@@ -75,8 +94,9 @@ def test_wraps_beyond_int32(implementation):
     a, b = np.full((1, k), 255, np.uint8), np.full((k, 2), 255, np.uint8)
     expected = oracle.int_matmul(a, b)
     np.testing.assert_array_equal(jaxquant.int_matmul(a, b, implementation=implementation), expected)
-    many = jaxquant.int_matmul(np.repeat(a, 3, 0), b, implementation=implementation)
-    np.testing.assert_array_equal(many, np.repeat(expected, 3, 0))
+    for rows in (3, 9):
+        many = jaxquant.int_matmul(np.repeat(a, rows, 0), b, implementation=implementation)
+        np.testing.assert_array_equal(many, np.repeat(expected, rows, 0))
     assert expected[0, 0] != k * 255 * 255
 
 
@@ -235,10 +255,81 @@ def test_scaled(qtype, implementation):
             assert_same_bits(y, p.expected())
 
 
+@pytest.mark.parametrize("qtype", QTYPES)
+def test_scaled_around_blocks(qtype):
+    """As test_exact_around_blocks: groups beside the steps of kernels on the CPU, zero points of both sides or one."""
+    zeros = {"zero_a": True, "zero_w": True}
+    options = [
+        {"m": m, "n": n, "k": size * groups, "groups": groups, **(zeros if (m + size) % 2 else {})}
+        for m, n in ((9, 33), (16, 64), (17, 15), (33, 100), (100, 17))
+        for size, groups in (
+            (16, 3),
+            (18, 2),
+            (31, 3),
+            (32, 40),
+            (63, 1),
+            (64, 2),
+            (66, 20),
+            (127, 3),
+            (130, 1),
+            (600, 3),
+        )
+    ]
+    options += [
+        {"m": m, "n": 50, "k": k, "groups": groups, "lhs": np.uint8, "bias": True, **each}
+        for m in (12, 40)
+        for k, groups in ((1100, 1), (2200, 2), (17_408, 17))
+        for each in (zeros, {"zero_a": True}, {"zero_w": True}, {})
+    ]
+    # Enough matrices that none is divided among threads.
+    options += [{"b": 17, "m": 40, "k": k, "n": 4, "groups": 2, **zeros} for k in (16_500, 33_000)]
+    options += [{"b": 3, "m": 40, "k": 80, "n": 35, **zeros}, {"b": 3, "m": 33, "k": 70, "one_a": True, **zeros}]
+    problems = [Problem(qtype, **each) for each in options]
+    operands = [(p.operands(False), p.operands(True)) for p in problems]
+    products = jax.jit(
+        lambda operands: [
+            [p.call(*o, prepared=bool(i)) for i, o in enumerate(each)]
+            for p, each in zip(problems, operands, strict=True)
+        ]
+    )
+    for p, results in zip(problems, products(operands), strict=True):
+        expected = p.expected()
+        for y in results:
+            assert_same_bits(y, expected)
+
+
+def before_a_guard(array):
+    """A copy that ends where no memory may be read; None where JAX would not use it as it lies."""
+    libc = ctypes.CDLL(None)
+    size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = mmap.mmap(-1, size + mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    assert libc.mprotect(ctypes.c_void_p(address + size), mmap.PAGESIZE, 0) == 0
+    copy = np.frombuffer(pages, array.dtype, array.size, size - array.nbytes).reshape(array.shape)
+    copy[...] = array
+    return jax.dlpack.from_dlpack(copy) if copy.ctypes.data % 64 == 0 else None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is protected as on Linux")
+@pytest.mark.parametrize("qtype", ["int8", "uint4", "int2"])
+def test_reads_no_further(qtype):
+    checked = 0
+    for m, n, k, prepared in itertools.product((1, 16, 64), (64, 17), (20, 64, 132, 192, 1088), (False, True)):
+        p = Problem(qtype, m=m, n=n, k=k, zero_a=True, zero_w=True)
+        operands = [*p.operands(prepared)]
+        for i in (0, 3):
+            guarded = before_a_guard(np.asarray(operands[i]))
+            operands[i] = operands[i] if guarded is None else guarded
+            checked += guarded is not None
+        assert_same_bits(p.call(*operands, prepared=prepared), p.expected())
+    assert checked > 40
+
+
 @every_implementation
+@pytest.mark.parametrize("m", [3, 20])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_scaled_result_types(dtype, implementation):
-    p = Problem("int8", m=3, k=40, n=35, bias=True)
+def test_scaled_result_types(dtype, m, implementation):
+    p = Problem("int8", m=m, k=40, n=35, bias=True)
     actual = p.call(*p.operands(True), prepared=True, dtype=dtype, implementation=implementation)
     assert_same_bits(actual, p.expected(dtype))
 

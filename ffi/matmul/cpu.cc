@@ -9,6 +9,8 @@
 #include "ffi/matmul/micro.h"
 #include "ffi/matmul/pack.h"
 #include "ffi/matmul/row_kernel.h"
+#include "ffi/matmul/tile_unit.h"
+#include "ffi/matmul/unit.h"
 
 namespace jq {
 namespace matmul {
@@ -29,7 +31,8 @@ struct Shared {
                               : reinterpret_cast<const Code*>(shared + plan.codes_at)) {}
 };
 
-int32_t SumOf(const Code* codes, int64_t count) {
+template <typename T>
+int32_t SumOf(const T* codes, int64_t count) {
   uint32_t sum = 0;
   for (int64_t i = 0; i < count; ++i) sum += static_cast<uint32_t>(static_cast<int32_t>(codes[i]));
   return static_cast<int32_t>(sum);
@@ -42,7 +45,7 @@ void ShiftedCodes(const uint8_t* from, int32_t shift, int64_t count, Code* to) {
 }
 
 void Prepare(const ProductArguments& a, const Plan& plan, uint8_t* shared, int64_t begin, int64_t end) {
-  if (begin == 0 && plan.column_sums) {
+  if (begin == 0 && plan.column_sums && !plan.tiles) {
     Code* ones = reinterpret_cast<Code*>(shared);
     for (int64_t i = 0; i < plan.group_codes; ++i) ones[i] = i < plan.group_size ? 1 : 0;
   }
@@ -57,27 +60,18 @@ void Prepare(const ProductArguments& a, const Plan& plan, uint8_t* shared, int64
       for (int64_t j = plan.group_size; j < plan.group_codes; ++j) to[j] = 0;
       group = to;
     }
-    if (plan.row_sums) sums[i] = SumOf(group, plan.group_size);
+    if (!plan.row_sums) continue;
+    sums[i] = plan.a_in_place && !a.a_signed ? SumOf(from, plan.group_size) : SumOf(group, plan.group_size);
   }
 }
 
-// One unit: what it covers, and its memory.
-class Unit {
+// One unit's memory beside what it covers.
+class Unit : UnitPlace {
  public:
   Unit(const ProductArguments& a, const Plan& plan, const uint8_t* shared, uint8_t* local, int64_t unit)
-      : a_(a), plan_(plan), shared_(a, plan, shared), epilogue_{a, plan, plan.row_sums ? shared_.row_sums : nullptr} {
-    // Units of the same panels follow each other.
-    row_ = unit % plan.row_units * plan.rows_per_unit;
-    rows_ = std::min(plan.rows_per_unit, a.m - row_);
-    const int64_t rest = unit / plan.row_units;
-    panel_ = rest % plan.panel_units * plan.panels_per_unit;
-    panels_ = std::min(plan.panels_per_unit, PanelCount(a.n) - panel_);
-    matrix_ = rest / plan.panel_units;
-    columns_ = plan.panels_per_unit * kPanel;
-    w_ = a.w.data;
-    if (!a.one_w) {
-      w_ += matrix_ * (a.w.prepared ? PreparedBytes(a.k, a.n, a.w.bits) : PlainBytes(a.k, a.n, a.w.bits));
-    }
+      : UnitPlace(a, plan, unit),
+        shared_(a, plan, shared),
+        epilogue_{a, plan, plan.row_sums ? shared_.row_sums : nullptr} {
     row_codes_ = a.groups * plan.group_codes;
     codes_ = shared_.codes + ((a.one_a ? 0 : matrix_) * a.m + row_) * row_codes_;
 
@@ -98,19 +92,8 @@ class Unit {
     if constexpr (kRowKernels) {
       if (plan_.row_kernel) return MultiplyRowMajor();
     }
-    if (plan_.group_codes == 0) return Chunk(0, a_.groups, 0, 0);
-    if (plan_.group_codes <= plan_.chunk_codes) {
-      const int64_t at_once = plan_.chunk_codes / plan_.group_codes;
-      for (int64_t group = 0; group < a_.groups; group += at_once) {
-        Chunk(group, std::min(group + at_once, a_.groups), 0, plan_.group_codes);
-      }
-    } else {
-      for (int64_t group = 0; group < a_.groups; ++group) {
-        for (int64_t first = 0; first < plan_.group_codes; first += plan_.chunk_codes) {
-          Chunk(group, group + 1, first, std::min(plan_.chunk_codes, plan_.group_codes - first));
-        }
-      }
-    }
+    ForEachPart({0, a_.groups, 0, plan_.group_codes}, plan_.group_codes, plan_.chunk_codes,
+                [&](const Part& part) { Chunk(part.begin, part.end, part.first, part.count); });
   }
 
  private:
@@ -128,10 +111,10 @@ class Unit {
     } else {
       s.panel_stride = (end - begin) * group_bytes + kPanelBytes;  // no power of two: panels in sets of their own
       for (int64_t group = begin; group < end; ++group) {
-        const auto pack = a_.w.prepared    ? PackPrepared
-                          : a_.w.bits == 8 ? PackRows<8>
-                          : a_.w.bits == 4 ? PackRows<4>
-                                           : PackRows<2>;
+        const auto pack = a_.w.prepared    ? PackPrepared<false>
+                          : a_.w.bits == 8 ? PackRows<8, false>
+                          : a_.w.bits == 4 ? PackRows<4, false>
+                                           : PackRows<2, false>;
         pack(a_, w_, group * plan_.group_size, plan_.group_size, first, s.words, panel_, panels_,
              packed_ + (group - begin) * group_bytes, s.panel_stride);
       }
@@ -165,7 +148,7 @@ class Unit {
           if (ones) memcpy(column_sums, tile[row_count], bytes);
           if (!ends) continue;
           const int64_t of_group = (group - begin) * columns_ + panel * kPanel;
-          epilogue_.Finish(at, group, {scales_ + of_group, zeros_ + of_group, column_sums}, tile, t);
+          Finish(at, group, {scales_ + of_group, zeros_ + of_group, column_sums}, tile, t);
         }
         if (!ends) Save(sums_, row, at, tile);
         if (ends && end != a_.groups) Save(totals_, row, at, t);
@@ -182,10 +165,11 @@ class Unit {
     }
   }
 
-  Place PlaceOf(int64_t row, int rows, int64_t panel, int panels) const {
-    const int64_t column = (panel_ + panel) * kPanel;
-    return {matrix_, row_ + row, column, rows, static_cast<int>(std::min<int64_t>(panels * kPanel, a_.n - column)),
-            panels};
+  void Finish(const Place& at, int64_t group, const ColumnValues& columns, const Tile& tile, FloatTile& t) const {
+    uint32_t zero[kTileRows], rest[kTileRows];
+    epilogue_.LoadRowZeros(at.matrix, at.row, at.rows, zero);
+    if (plan_.row_sums) epilogue_.LoadRowRests(at.matrix, at.row, at.rows, group, zero, rest);
+    epilogue_.Finish(at, group, {zero, rest}, columns, {tile[0], t[0], kTileColumns});
   }
 
   // Sums that wait for the next chunk.
@@ -222,7 +206,7 @@ class Unit {
         for (int r = 0; r < rows; ++r) InOrder(sums + r * columns_ + from, tile[r]);
         if (plan_.column_sums) InOrder(sums + rows * columns_ + from, column_sums);
         if (group != 0) Restore(totals_, 0, at, t);
-        epilogue_.Finish(at, group, {scales_ + from, zeros_ + from, column_sums}, tile, t);
+        Finish(at, group, {scales_ + from, zeros_ + from, column_sums}, tile, t);
         if (group + 1 != a_.groups) Save(totals_, 0, at, t);
       }
     }
@@ -231,12 +215,9 @@ class Unit {
   void MultiplyRowMajor() {}
 #endif
 
-  const ProductArguments& a_;
-  const Plan& plan_;
   const Shared shared_;
   const Epilogue epilogue_;
-  int64_t matrix_, row_, rows_, panel_, panels_, columns_, row_codes_;
-  const uint8_t* w_;
+  int64_t row_codes_;
   const Code* codes_;
   int32_t* sums_;
   float* totals_;
@@ -248,12 +229,25 @@ class Unit {
 
 void Product(const ProductArguments& a, const Plan& plan, const uint8_t* shared, uint8_t* local, int64_t begin,
              int64_t end) {
+#if defined(JQ_TILES)
+  if (plan.tiles) {
+    BlockShapes shapes;
+    for (int64_t unit = begin; unit < end; ++unit) TileUnit(a, plan, shared, local, unit, shapes).Multiply();
+    return;
+  }
+#endif
   for (int64_t unit = begin; unit < end; ++unit) Unit(a, plan, shared, local, unit).Multiply();
 }
 
+#if defined(JQ_TILES)
+constexpr bool kTiles = true;
+#else
+constexpr bool kTiles = false;
+#endif
+
 }  // namespace
 
-const Kernels matmul_kernels = {{sizeof(Code), kRowKernels}, Prepare, Product};
+const Kernels matmul_kernels = {{sizeof(Code), kRowKernels, kTiles}, Prepare, Product};
 
 }  // namespace JQ_ISA
 }  // namespace matmul

@@ -70,19 +70,21 @@ struct Cpu {
 
   static ffi::Error Product(Context pool, const char* name, const ProductArguments& a) {
     const Kernels& kernels = KernelsHere();
-    const Plan plan = MakePlan(a, kernels.traits, pool.num_threads());
+    Traits traits = kernels.traits;
+    traits.tiles = traits.tiles && TilesHere();
+    const Plan plan = MakePlan(a, traits, pool.num_threads());
     AdviseHugePages(a.out, a.batch * a.m * a.n * SizeOf(a.out_type));
     const Memory shared = Allocate(plan.shared_bytes);
     if (shared == nullptr) return NoMemory(name, plan.shared_bytes);
-    if (!plan.a_in_place || plan.row_sums || plan.column_sums) {
+    if (!plan.a_in_place || plan.row_sums || (plan.column_sums && !plan.tiles)) {
       ParallelFor(pool, plan.a_rows, std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(a.k, 1)),
                   [&](int64_t begin, int64_t end) { kernels.prepare(a, plan, shared.get(), begin, end); });
     }
     // As many units as are worth a second thread.
-    constexpr int64_t kWork = 1 << 18;  // products
+    const int64_t work = plan.tiles ? 1 << 22 : 1 << 18;  // products
     const int64_t each = std::max<int64_t>(1, a.batch * a.m * a.n * a.k / plan.units);
     std::atomic<bool> enough{true};
-    ParallelFor(pool, plan.units, std::max<int64_t>(1, kWork / each), [&](int64_t begin, int64_t end) {
+    ParallelFor(pool, plan.units, std::max<int64_t>(1, work / each), [&](int64_t begin, int64_t end) {
       uint8_t* const local = LocalMemory(plan.local_bytes);
       if (local == nullptr) {
         enough = false;

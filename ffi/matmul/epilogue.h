@@ -25,15 +25,26 @@ inline const Integers& IntegersAt(const int32_t* from) { return *reinterpret_cas
 inline const Floats& FloatsAt(const float* from) { return *reinterpret_cast<const Floats*>(from); }
 inline Floats& FloatsAt(float* from) { return *reinterpret_cast<Floats*>(from); }
 
-using FloatTile = float[kTileRows][kTileColumns];
-
-// A tile's place: rows from `row`, `columns` columns from `column` of a matrix, in `panels` panels.
+// A block of sums: rows from `row`, `columns` columns from `column` of a matrix, in `panels` panels.
 struct Place {
   int64_t matrix, row, column;
   int rows, columns, panels;
 };
 
-// What the columns of a tile have, each padded to whole panels.
+// Of a block: its integers and, in products of several groups, what the groups before came to.
+struct Block {
+  const int32_t* sums;
+  float* totals;
+  int stride;  // of rows, in elements
+};
+
+// What the rows of a block have in a group, where sums need it.
+struct RowValues {
+  const uint32_t* zero;  // A of math.h
+  const uint32_t* rest;  // row_rest; where all columns have one W, multiplied with it
+};
+
+// What its columns have, each padded to whole panels.
 struct ColumnValues {
   const float* scale;
   const int32_t* zero;  // W of math.h
@@ -52,8 +63,7 @@ struct Epilogue {
     const int64_t of_group = (a.one_w ? 0 : matrix) * a.groups + group;
     const int64_t first = a.per_column ? of_group * a.n + column : of_group, step = a.per_column ? 1 : 0;
     if (a.w_zero_point != nullptr) {
-      const int32_t shift = WeightShift(a.w);
-      for (int64_t c = 0; c < count; ++c) zero[c] = ZeroPoint(a.w_zero_point[first + c * step]) - shift;
+      for (int64_t c = 0; c < count; ++c) zero[c] = ZeroPoint(a.w_zero_point[first + c * step]) - plan.w_shift;
       for (int64_t c = count; c < padded; ++c) zero[c] = 0;
     }
     if (a.w_scale == nullptr) return;
@@ -65,68 +75,80 @@ struct Epilogue {
     for (int64_t c = count; c < padded; ++c) scale[c] = 0.0f;
   }
 
-  // After a group's last sums: its integers go to out, or to t, and with the last group t goes to out.
-  void Finish(const Place& at, int64_t group, const ColumnValues& columns, const Tile& tile, FloatTile& t) const {
-    uint32_t a_zero[kTileRows], rest[kTileRows];
-    for (int r = 0; r < at.rows; ++r) {
-      a_zero[r] = static_cast<uint32_t>(AZero(at.matrix, at.row + r));
-      rest[r] = 0;
-      if (!plan.row_sums) continue;
-      const int64_t row = (a.one_a ? 0 : at.matrix) * a.m + at.row + r;
-      rest[r] =
-          static_cast<uint32_t>(row_sums[row * a.groups + group]) - static_cast<uint32_t>(plan.group_size) * a_zero[r];
-      // All columns alike, where w has no zero points of its own.
-      if (a.w_zero_point == nullptr) rest[r] *= static_cast<uint32_t>(-WeightShift(a.w));
+  void LoadRowZeros(int64_t matrix, int64_t row, int rows, uint32_t* zero) const {
+    for (int r = 0; r < rows; ++r) zero[r] = static_cast<uint32_t>(AZero(matrix, row + r));
+  }
+  void LoadRowRests(int64_t matrix, int64_t row, int rows, int64_t group, const uint32_t* zero, uint32_t* rest) const {
+    const int32_t* sums = row_sums + ((a.one_a ? 0 : matrix) * a.m + row) * a.groups + group;
+    for (int r = 0; r < rows; ++r) {
+      rest[r] = static_cast<uint32_t>(sums[r * a.groups]) - static_cast<uint32_t>(plan.group_size) * zero[r];
+      if (a.w_zero_point == nullptr) rest[r] *= static_cast<uint32_t>(-plan.w_shift);
     }
-    const auto run = [&](auto zeros, auto sums) {
-      if (a.out_type == ResultType::kInt32) {
-        ForEachPanel(at, [&](int r, int c) {
-          Integers v;
-          Correct<zeros.value, sums.value>(columns, c, tile[r] + c, a_zero[r], rest[r], v);
-          StoreIntegers(at, r, c, v);
-        });
-      } else if (group == 0) {
-        ForEachPanel(at, [&](int r, int c) {
-          Integers v;
-          Correct<zeros.value, sums.value>(columns, c, tile[r] + c, a_zero[r], rest[r], v);
-          FloatsAt(t[r] + c) = __builtin_convertvector((Signed)v, Floats) * FloatsAt(columns.scale + c);
-        });
-      } else {
-        ForEachPanel(at, [&](int r, int c) {
-          Integers v;
-          Correct<zeros.value, sums.value>(columns, c, tile[r] + c, a_zero[r], rest[r], v);
-          const Floats product = __builtin_convertvector((Signed)v, Floats) * FloatsAt(columns.scale + c);
-          FloatsAt(t[r] + c) = FloatsAt(t[r] + c) + product;
-        });
-      }
-    };
-    const bool zeros = a.w_zero_point != nullptr;
-    if (zeros) {
-      plan.column_sums ? run(std::true_type(), std::true_type()) : run(std::true_type(), std::false_type());
+  }
+
+  // After a group's last sums: its integers go to out, or to totals, and with the last group totals go to out.
+  void Finish(const Place& at, int64_t group, const RowValues& rows, const ColumnValues& columns,
+              const Block& block) const {
+    if (a.w_zero_point != nullptr) {
+      plan.column_sums ? Finish<kZeros, true>(at, group, rows, columns, block)
+                       : Finish<kZeros, false>(at, group, rows, columns, block);
+    } else if (plan.row_sums) {
+      plan.column_sums ? Finish<kRests, true>(at, group, rows, columns, block)
+                       : Finish<kRests, false>(at, group, rows, columns, block);
     } else {
-      plan.column_sums ? run(std::false_type(), std::true_type()) : run(std::false_type(), std::false_type());
+      plan.column_sums ? Finish<kNothing, true>(at, group, rows, columns, block)
+                       : Finish<kNothing, false>(at, group, rows, columns, block);
     }
-    if (a.out_type != ResultType::kInt32 && group + 1 == a.groups) StoreFloats(at, t);
   }
 
  private:
-  template <typename F>
-  static void ForEachPanel(const Place& at, const F& f) {
-    for (int c = 0; c < at.panels * kPanel; c += kPanel) {
-      for (int r = 0; r < at.rows; ++r) f(r, c);
-    }
-  }
+  // What sums of rows are multiplied with.
+  enum Rests { kNothing, kRests, kZeros };
 
-  template <bool kZeros, bool kColumnSums>
-  static void Correct(const ColumnValues& columns, int c, const int32_t* sums, uint32_t a_zero, uint32_t rest,
-                      Integers& v) {
-    v = IntegersAt(sums);
-    if (kZeros) {
-      v -= IntegersAt(columns.zero + c) * rest;
-    } else {
-      v -= rest;
+  template <Rests rests, bool column_sums>
+  void Finish(const Place& at, int64_t group, const RowValues& rows, const ColumnValues& columns,
+              const Block& block) const {
+    const auto correct = [&](int r, int c, Integers& v) {
+      v = IntegersAt(block.sums + r * block.stride + c);
+      if (rests == kZeros) v -= IntegersAt(columns.zero + c) * rows.rest[r];
+      if (rests == kRests) v -= rows.rest[r];
+      if (column_sums) v -= IntegersAt(columns.sum + c) * rows.zero[r];
+    };
+    if (a.out_type == ResultType::kInt32) {
+      int32_t* const out = static_cast<int32_t*>(a.out) + (at.matrix * a.m + at.row) * a.n + at.column;
+      for (int r = 0; r < at.rows; ++r) {
+        for (int c = 0; c < at.panels * kPanel; c += kPanel) {
+          Integers v;
+          correct(r, c, v);
+          StorePanel(v, at.columns - c, out + r * a.n + c);
+        }
+      }
+      return;
     }
-    if (kColumnSums) v -= IntegersAt(columns.sum + c) * a_zero;
+    const auto run = [&](auto first, auto last) {
+      for (int r = 0; r < at.rows; ++r) {
+        const float a_scale = last.value ? AScale(at, r) : 0.0f;
+        for (int c = 0; c < at.panels * kPanel; c += kPanel) {
+          Integers v;
+          correct(r, c, v);
+          Floats t = __builtin_convertvector((Signed)v, Floats) * FloatsAt(columns.scale + c);
+          float* const total = block.totals + r * block.stride + c;
+          if (!first.value) t = FloatsAt(total) + t;
+          if (last.value) {
+            t = t * a_scale;
+            StoreResult(at, r, c, t);
+          } else {
+            FloatsAt(total) = t;
+          }
+        }
+      }
+    };
+    const bool last = group + 1 == a.groups;
+    if (group == 0) {
+      last ? run(std::true_type(), std::true_type()) : run(std::true_type(), std::false_type());
+    } else {
+      last ? run(std::false_type(), std::true_type()) : run(std::false_type(), std::false_type());
+    }
   }
 
   int32_t AZero(int64_t matrix, int64_t row) const {
@@ -134,34 +156,44 @@ struct Epilogue {
     return ZeroPoint(a.a_zero_point[matrix * a.a_scale_of_matrix + row * a.a_scale_of_row]) - plan.a_shift;
   }
 
-  void StoreIntegers(const Place& at, int r, int c, const Integers& v) const {
-    int32_t* out = static_cast<int32_t*>(a.out) + (at.matrix * a.m + at.row + r) * a.n + at.column + c;
-    if (at.columns - c >= kPanel) {
+  float AScale(const Place& at, int r) const {
+    return a.a_scale[at.matrix * a.a_scale_of_matrix + (at.row + r) * a.a_scale_of_row];
+  }
+
+  // Up to a panel's columns.
+  template <typename V>
+  static void StorePanel(const V& v, int columns, void* out) {
+    if (columns >= kPanel) {
       memcpy(out, &v, sizeof(v));
     } else {
-      memcpy(out, &v, static_cast<size_t>(at.columns - c) * sizeof(int32_t));
+      memcpy(out, &v, static_cast<size_t>(columns) * sizeof(v) / kPanel);
     }
   }
 
-  void StoreFloats(const Place& at, FloatTile& t) const {
-    for (int r = 0; r < at.rows; ++r) {
-      const float scale = a.a_scale[at.matrix * a.a_scale_of_matrix + (at.row + r) * a.a_scale_of_row];
-      for (int c = 0; c < at.panels * kPanel; ++c) t[r][c] = t[r][c] * scale;
-      if (a.bias != nullptr) {
-        for (int c = 0; c < at.columns; ++c) t[r][c] = t[r][c] + a.bias[at.column + c];
-      }
-      const int64_t to = (at.matrix * a.m + at.row + r) * a.n + at.column;
-      switch (a.out_type) {
-        case ResultType::kF16: Store(t[r], at.columns, static_cast<Float16*>(a.out) + to); break;
-        case ResultType::kBF16: Store(t[r], at.columns, static_cast<BFloat16*>(a.out) + to); break;
-        default: memcpy(static_cast<float*>(a.out) + to, t[r], static_cast<size_t>(at.columns) * sizeof(float));
-      }
+  void StoreResult(const Place& at, int r, int c, Floats& t) const {
+    const int columns = std::min(at.columns - c, kPanel);
+    if (a.bias != nullptr) {
+      Floats bias{};
+      memcpy(&bias, a.bias + at.column + c, static_cast<size_t>(columns) * sizeof(float));
+      t = t + bias;
+    }
+    const int64_t to = (at.matrix * a.m + at.row + r) * a.n + at.column + c;
+    switch (a.out_type) {
+      case ResultType::kF16: return Store(t, columns, static_cast<Float16*>(a.out) + to);
+      case ResultType::kBF16: return Store(t, columns, static_cast<BFloat16*>(a.out) + to);
+      default: StorePanel(t, columns, static_cast<float*>(a.out) + to);
     }
   }
 
   template <typename T>
-  static void Store(const float* t, int columns, T* out) {
-    for (int c = 0; c < columns; ++c) out[c] = Convert<T>(t[c]);
+  static void Store(const Floats& t, int columns, T* out) {
+    float values[kPanel];
+    memcpy(values, &t, sizeof(values));
+    if (columns == kPanel) {
+      for (int c = 0; c < kPanel; ++c) out[c] = Convert<T>(values[c]);
+    } else {
+      for (int c = 0; c < columns; ++c) out[c] = Convert<T>(values[c]);
+    }
   }
 };
 

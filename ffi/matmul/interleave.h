@@ -50,19 +50,26 @@ JQ_INLINE void StoreWords(__m128i a, __m128i b, __m128i c, __m128i d, uint8_t* t
 }
 #endif
 
-// Four plain rows of up to 16 columns. flip: of the bits of each code, which has a byte of its own now.
-template <int bits>
+// Four plain rows of up to 16 columns. flip: of the bits of each code, which has a byte of its own now; extend: the bit
+// that flips is a sign, and the byte becomes signed; a byte that was one remains as it is.
+template <int bits, bool extend = false>
 JQ_INLINE void InterleavePanel(const uint8_t* const (&rows)[4], int columns, int flip, uint8_t* to) {
 #if defined(__SSE2__)
   const __m128i flips = _mm_set1_epi8(static_cast<char>(flip));
   __m128i r[4];
-  for (int j = 0; j < 4; ++j) r[j] = _mm_xor_si128(PlainRow<bits>(rows[j], columns), flips);
+  for (int j = 0; j < 4; ++j) {
+    r[j] = PlainRow<bits>(rows[j], columns);
+    if constexpr (!(extend && bits == 8)) r[j] = _mm_xor_si128(r[j], flips);
+    if constexpr (extend && bits < 8) r[j] = _mm_sub_epi8(r[j], flips);
+  }
   StoreWords(r[0], r[1], r[2], r[3], to);
 #else
   constexpr int kEach = 8 / bits;
   for (int c = 0; c < columns; ++c) {
     for (int j = 0; j < 4; ++j) {
-      to[4 * c + j] = static_cast<uint8_t>((rows[j][c / kEach] >> (c % kEach * bits) & ((1 << bits) - 1)) ^ flip);
+      int code = rows[j][c / kEach] >> (c % kEach * bits) & ((1 << bits) - 1);
+      if (!(extend && bits == 8)) code ^= flip;
+      to[4 * c + j] = static_cast<uint8_t>(extend && bits < 8 ? code - flip : code);
     }
   }
 #endif
@@ -86,12 +93,16 @@ JQ_INLINE __m512i WideRow(const uint8_t* from) {
   const __m512i pairs = _mm512_or_si512(bytes, _mm512_maskz_slli_epi32(0xffff, bytes, 6));
   return _mm512_and_si512(_mm512_or_si512(pairs, _mm512_maskz_slli_epi32(0xffff, pairs, 12)), _mm512_set1_epi8(3));
 }
-template <int bits>
+template <int bits, bool extend = false>
 JQ_INLINE void InterleaveFourPanels(const uint8_t* const (&rows)[4], int flip, uint8_t* to, int64_t stride) {
   const __m512i flips = _mm512_set1_epi8(static_cast<char>(flip));
   __m512i r[4];
 #pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) r[j] = _mm512_xor_si512(WideRow<bits>(rows[j]), flips);
+  for (int j = 0; j < 4; ++j) {
+    r[j] = WideRow<bits>(rows[j]);
+    if constexpr (!(extend && bits == 8)) r[j] = _mm512_xor_si512(r[j], flips);
+    if constexpr (extend && bits < 8) r[j] = _mm512_sub_epi8(r[j], flips);
+  }
   const __m512i a = _mm512_unpacklo_epi8(r[0], r[1]), b = _mm512_unpackhi_epi8(r[0], r[1]);
   const __m512i c = _mm512_unpacklo_epi8(r[2], r[3]), d = _mm512_unpackhi_epi8(r[2], r[3]);
   // Four columns of each panel to a vector; then four vectors of a panel.
@@ -105,12 +116,12 @@ JQ_INLINE void InterleaveFourPanels(const uint8_t* const (&rows)[4], int flip, u
   _mm512_store_si512(to + 3 * stride, Lanes<0xdd>(wx2, yz2));
 }
 #else
-template <int bits>
+template <int bits, bool extend = false>
 JQ_INLINE void InterleaveFourPanels(const uint8_t* const (&rows)[4], int flip, uint8_t* to, int64_t stride) {
   for (int p = 0; p < 4; ++p, to += stride) {
     const int at = p * kPanel * bits / 8;
     const uint8_t* const here[4] = {rows[0] + at, rows[1] + at, rows[2] + at, rows[3] + at};
-    InterleavePanel<bits>(here, kPanel, flip, to);
+    InterleavePanel<bits, extend>(here, kPanel, flip, to);
   }
 }
 #endif

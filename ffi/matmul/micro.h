@@ -20,6 +20,7 @@ namespace {
 
 constexpr int kTileRows = 8, kTilePanels = 4, kTileColumns = kTilePanels * kPanel;
 using Tile = int32_t[kTileRows][kTileColumns];
+using FloatTile = float[kTileRows][kTileColumns];
 
 #if defined(__AVX512VNNI__)
 using Code = int8_t;
