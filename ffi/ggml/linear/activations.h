@@ -41,6 +41,16 @@ inline float Divisor(uint32_t largest, float* scale) {
   return finite && *scale > 0.0f ? *scale : BitCast<float>(0x7f800000u);
 }
 
+#if defined(JQ_VNNI)
+inline __attribute__((always_inline)) uint32_t Largest(__m512i values) {
+  const __m256i eight =
+      _mm256_max_epu32(_mm512_maskz_extracti64x4_epi64(15, values, 0), _mm512_maskz_extracti64x4_epi64(15, values, 1));
+  const __m128i four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32(two, 0xb1))));
+}
+#endif
+
 // Codes and scale of a span, and the sums of its codes: [half][0] of codes 0, 1 of each four, [half][1] of the others.
 inline __attribute__((always_inline)) void QuantizeCodes(const float* x, ActivationSpan* to, int32_t (&sums)[2][2]) {
 #if defined(JQ_VNNI)
@@ -48,7 +58,7 @@ inline __attribute__((always_inline)) void QuantizeCodes(const float* x, Activat
   const __m512i magnitudes[2] = {_mm512_and_si512(_mm512_castps_si512(values[0]), _mm512_set1_epi32(0x7fffffff)),
                                  _mm512_and_si512(_mm512_castps_si512(values[1]), _mm512_set1_epi32(0x7fffffff))};
   const __m512i larger = _mm512_maskz_max_epu32(0xffff, magnitudes[0], magnitudes[1]);
-  const __m512 divisor = _mm512_set1_ps(Divisor(_mm512_reduce_max_epu32(larger), &to->scale));
+  const __m512 divisor = _mm512_set1_ps(Divisor(Largest(larger), &to->scale));
   for (int half = 0; half < 2; ++half) {
     // An infinity or NaN divided by the divisor then is NaN, whose code is 0.
     const __m512 quotient = _mm512_div_ps(values[half], divisor);

@@ -194,11 +194,7 @@ void MultiplyUnitOfTiles(const GroupedArguments& a, const Unit& unit, const Acti
         const int spans = static_cast<int>(std::min<int64_t>(a.k - first, kStretch) / kSpan);
         for (int v = 0; v < eights; ++v) Fill(rows[v], first, spans, v, &panel);
         TakeBackZeros<K>(Coding<F>::kZero, spans, &panel);
-        for (int tile = 0, t = 0; t < positions; ++tile, t += kTilePositions) {
-          const auto multiply = positions - t <= kTilePositions / 2 ? MultiplyTile<K, kTilePositions / 2>
-                                                                    : MultiplyTile<K, kTilePositions>;
-          multiply(panel, spans, x[stretch * step + tile], stretch != 0, sums[p][t]);
-        }
+        MultiplyTiles<K>(panel, spans, x + stretch * step, positions, stretch != 0, sums[p]);
       }
     }
     for (int t = 0; t < positions; ++t) {

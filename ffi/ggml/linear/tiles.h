@@ -76,59 +76,88 @@ JQ_TILE_TARGET JQ_INLINE void TileProduct(int turn, const int8_t* codes, const u
 }
 #undef JQ_TILE_PRODUCT
 
-// sums[t] = x[t] * panel for the first kPositions positions, added to those before where `add`.
+template <typename K>
+using TileProducts = TileSums[kSpans][kSpan / K::kGroup];
+
 template <typename K, int kPositions>
-JQ_TILE_TARGET __attribute__((noinline)) void MultiplyTile(const Panel& panel, int spans, const ActivationTile& x,
-                                                           bool add, float* sums) {
+JQ_TILE_TARGET JQ_INLINE void MakeProducts(const Panel& panel, int s, const ActivationTile& x,
+                                           TileProducts<K>& products) {
   constexpr int kGroups = kSpan / K::kGroup;
-  constexpr bool kSigned = K::kTakenBack != Zero::kNone;
-  // All of them before the first is read again: loads would wait for the unit's stores.
-  alignas(64) TileSums products[kSpans][kGroups];
-  for (int s = 0; s < spans; ++s) {
-    for (int h = 0; h < kGroups; ++h) {
-      TileProduct<kSigned, kPositions>(kGroups == 1 ? s % 2 : h, x.codes[s][0] + h * K::kGroup,
-                                       panel.codes[s][h * K::kGroup / 4][0], products[s][h]);
-    }
+  for (int h = 0; h < kGroups; ++h) {
+    TileProduct<K::kTakenBack != Zero::kNone, kPositions>(kGroups == 1 ? s % 2 : h, x.codes[s][0] + h * K::kGroup,
+                                                          panel.codes[s][h * K::kGroup / 4][0], products[s][h]);
   }
-  __m512 out[kPositions];
+}
+
+// out[t] += the products of span s with their scales.
+template <typename K, int kPositions>
+JQ_INLINE void AddScaled(const Panel& panel, int s, const ActivationTile& x, const TileProducts<K>& products,
+                         __m512 (&out)[kPositions]) {
+  const auto number = [](const int32_t* from) { return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_load_si512(from)); };
+  if constexpr (K::kIntegerScales) {
+    // Products with their scales have at most 24 bits, and so have the sums of two: float32 holds them all.
+    const __m512 scales[2] = {number(panel.integer_scales[s][0][0]), number(panel.integer_scales[s][1][0])};
+    const __m512 factor = _mm512_load_ps(panel.factor[0]);
 #pragma GCC unroll 16
-  for (int t = 0; t < kPositions; ++t) out[t] = add ? _mm512_load_ps(sums + t * kPanelRows) : _mm512_setzero_ps();
-  const auto product = [&](int s, int h, int t) {
-    return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_load_si512(products[s][h][t]));
-  };
-  for (int s = 0; s < spans; ++s) {
-    if constexpr (K::kIntegerScales) {
-      // Products with their scales have at most 24 bits, and so have the sums of two: float32 holds them all.
-      const __m512 scales[2] = {_mm512_maskz_cvtepi32_ps(0xffff, _mm512_load_si512(panel.integer_scales[s][0])),
-                                _mm512_maskz_cvtepi32_ps(0xffff, _mm512_load_si512(panel.integer_scales[s][1]))};
-      const __m512 factor = _mm512_load_ps(panel.factor[0]);
+    for (int t = 0; t < kPositions; ++t) {
+      const __m512 first = _mm512_mul_ps(number(products[s][0][t]), scales[0]);
+      const __m512 both = _mm512_fmadd_ps(number(products[s][1][t]), scales[1], first);
+      const __m512 scale = _mm512_mul_ps(factor, _mm512_set1_ps(x.scale[s][t]));
+      out[t] = _mm512_add_ps(out[t], _mm512_mul_ps(scale, both));
+    }
+  } else {
+#pragma GCC unroll 2
+    for (int h = 0; h < kSpan / K::kGroup; ++h) {
+      const __m512 scale = _mm512_load_ps(panel.scales[s][h][0]);
 #pragma GCC unroll 16
       for (int t = 0; t < kPositions; ++t) {
-        const __m512 both = _mm512_fmadd_ps(product(s, 1, t), scales[1], _mm512_mul_ps(product(s, 0, t), scales[0]));
-        const __m512 scale = _mm512_mul_ps(factor, _mm512_set1_ps(x.scale[s][t]));
-        out[t] = _mm512_add_ps(out[t], _mm512_mul_ps(scale, both));
+        const __m512 scales = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[s][t]));
+        out[t] = _mm512_add_ps(out[t], _mm512_mul_ps(scales, number(products[s][h][t])));
       }
-    } else {
-#pragma GCC unroll 2
-      for (int h = 0; h < kGroups; ++h) {
-        const __m512 scale = _mm512_load_ps(panel.scales[s][h][0]);
+      if constexpr (K::kOffset) {
+        const __m512 offset = _mm512_load_ps(panel.offsets[s][h][0]);
 #pragma GCC unroll 16
         for (int t = 0; t < kPositions; ++t) {
-          const __m512 scales = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[s][t]));
-          out[t] = _mm512_add_ps(out[t], _mm512_mul_ps(scales, product(s, h, t)));
-        }
-        if constexpr (K::kOffset) {
-          const __m512 offset = _mm512_load_ps(panel.offsets[s][h][0]);
-#pragma GCC unroll 16
-          for (int t = 0; t < kPositions; ++t) {
-            out[t] = _mm512_add_ps(out[t], _mm512_mul_ps(offset, _mm512_set1_ps(x.scaled[s][h][t])));
-          }
+          out[t] = _mm512_add_ps(out[t], _mm512_mul_ps(offset, _mm512_set1_ps(x.scaled[s][h][t])));
         }
       }
     }
   }
+}
+
+// Makes the products of the first kMade positions of a tile and, by turns, adds those of the tile before with their
+// scales to the sums of its kScaled positions: no load waits for the tile unit's stores. 0: none. !add: from zero.
+template <typename K, int kMade, int kScaled>
+JQ_TILE_TARGET __attribute__((noinline)) void MultiplyTile(const Panel& panel, int spans, const ActivationTile* made,
+                                                           TileProducts<K>& products, const TileProducts<K>& ready,
+                                                           bool add, float* sums) {
+  __m512 out[kScaled == 0 ? 1 : kScaled];
 #pragma GCC unroll 16
-  for (int t = 0; t < kPositions; ++t) _mm512_store_ps(sums + t * kPanelRows, out[t]);
+  for (int t = 0; t < kScaled; ++t) out[t] = add ? _mm512_load_ps(sums + t * kPanelRows) : _mm512_setzero_ps();
+  for (int s = 0; s < spans; ++s) {
+    if constexpr (kMade != 0) MakeProducts<K, kMade>(panel, s, *made, products);
+    if constexpr (kScaled != 0) AddScaled<K, kScaled>(panel, s, made[-1], ready, out);
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < kScaled; ++t) _mm512_store_ps(sums + t * kPanelRows, out[t]);
+}
+
+// sums[t] = x[t] * panel for all positions, added to those before where `add`.
+template <typename K>
+void MultiplyTiles(const Panel& panel, int spans, const ActivationTile* x, int positions, bool add,
+                   float (*sums)[kPanelRows]) {
+  constexpr int kAll = kTilePositions, kHalf = kTilePositions / 2;
+  alignas(64) TileProducts<K> products[2];
+  int tile = 0;
+  for (int left = positions; left > -kAll; left -= kAll, ++tile) {
+    float* before = tile == 0 ? nullptr : sums[(tile - 1) * kAll];
+    const bool few = left <= kHalf;
+    const auto multiply = tile == 0              ? (few ? MultiplyTile<K, kHalf, 0> : MultiplyTile<K, kAll, 0>)
+                          : left > 0             ? (few ? MultiplyTile<K, kHalf, kAll> : MultiplyTile<K, kAll, kAll>)
+                          : left + kAll <= kHalf ? MultiplyTile<K, 0, kHalf>
+                                                 : MultiplyTile<K, 0, kAll>;
+    multiply(panel, spans, x + tile, products[tile % 2], products[(tile + 1) % 2], add, before);
+  }
 }
 
 }  // namespace
