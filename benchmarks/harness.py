@@ -123,8 +123,9 @@ def run(cases: list[Case], title: str) -> list[dict[str, Any]]:
     return rows
 
 
-def main(script: str, name: str, cases: Callable[[], list[Case]]) -> None:
-    """Runs `cases` on all threads, on one, and with reused memory, a process each; writes results/<name>.json."""
+def main(script: str, name: str, cases: Callable[[], list[Case]], one_reused: bool = False) -> None:
+    """Runs `cases` on all threads, on one, and with reused memory (on one thread too: one_reused), a process each;
+    writes results/<name>.json."""
     if os.environ.get("JAXQUANT_BENCH_CHILD"):
         facts = machine()
         title = f"{facts['threads']} thread(s), {facts['memory']} memory, {facts['cpu']}, {facts['instruction_set']}"
@@ -134,7 +135,8 @@ def main(script: str, name: str, cases: Callable[[], list[Case]]) -> None:
     RESULTS.mkdir(exist_ok=True)
     results = []
     available = sorted(os.sched_getaffinity(0))
-    variants = [(available, {}), (available[:1], {}), (available, {"GLIBC_TUNABLES": REUSE})]
+    reused = {"GLIBC_TUNABLES": REUSE}
+    variants = [(available, {}), (available[:1], {}), (available, reused)] + [(available[:1], reused)] * one_reused
     for cores, tunables in variants:
         part = RESULTS / f".{name}.json"
         environment = {**os.environ, **tunables, "JAXQUANT_BENCH_CHILD": str(part)}
