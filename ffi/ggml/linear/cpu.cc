@@ -61,10 +61,12 @@ JQ_INLINE void MultiplyAll(const Panel& panel, int spans, const ActivationSpan* 
   }
 }
 template <int S>
-JQ_INLINE void MultiplyAll(const ValuePanel* panels, int count, const float* const* x, int positions, float* sums) {
+JQ_INLINE void MultiplyAll(const ValuePanel& panel, int count, const float* const* x, int positions, float* sums) {
+  constexpr int kSums = 8;  // that are under way at once
+  constexpr int T = kWidest >= S * kLanes ? kSums : kSums / S;
   int t = 0;
-  for (; t + 4 <= positions; t += 4) Multiply<4, S>(panels, count, x + t, sums + t * kPanelRows);
-  for (; t < positions; ++t) Multiply<1, S>(panels, count, x + t, sums + t * kPanelRows);
+  for (; t + T <= positions; t += T) Multiply<T, S>(panel, count, x + t, sums + t * kPanelRows);
+  for (; t < positions; ++t) Multiply<1, S>(panel, count, x + t, sums + t * kPanelRows);
 }
 
 // sums[t] += x[t] * the two eights of rows, for values [first, end) of k. x begins at value `first`.
@@ -101,14 +103,14 @@ void MultiplyInt8(const Rows<F> (&rows)[2], int eights, int64_t first, int64_t e
 template <typename F>
 void MultiplyFloat(const Rows<F> (&rows)[2], int eights, int64_t first, int64_t end, const float* const* x,
                    int positions, float* sums) {
-  ValuePanel panels[2];
+  ValuePanel panel;
   const float* here[kMaxPositions];
   for (int64_t at = first; at < end; at += kStretch) {
     const int count = static_cast<int>(end - at < kStretch ? end - at : kStretch);
-    for (int v = 0; v < eights; ++v) Fill(rows[v], at, count, panels + v);
+    for (int v = 0; v < eights; ++v) Fill(rows[v], at, count, v, &panel);
     for (int t = 0; t < positions; ++t) here[t] = x[t] + (at - first);
-    if (eights == 2) MultiplyAll<2>(panels, count, here, positions, sums);
-    if (eights == 1) MultiplyAll<1>(panels, count, here, positions, sums);
+    if (eights == 2) MultiplyAll<2>(panel, count, here, positions, sums);
+    if (eights == 1) MultiplyAll<1>(panel, count, here, positions, sums);
   }
 }
 

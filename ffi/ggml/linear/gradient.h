@@ -34,10 +34,10 @@ void DecodeRows(const Rows<F>& rows, int64_t first, int count, float (*values)[k
   } else {
 #if defined(__AVX2__)
     ValuePanel panel;
-    Fill(rows, first, count, &panel);
+    Fill(rows, first, count, 0, &panel);
     for (int k = 0; k < count; k += kLanes) {
       __m256 columns[kLanes];
-      for (int i = 0; i < kLanes; ++i) columns[i] = _mm256_load_ps(panel.at[k + i]);
+      for (int i = 0; i < kLanes; ++i) columns[i] = _mm256_load_ps(panel.at[k + i][0]);
       Transpose(columns, &values[0][k], kStretch);
     }
 #else
@@ -57,31 +57,30 @@ void DecodeRows(const Rows<F>& rows, int64_t first, int count, float (*values)[k
 template <int T>
 __attribute__((noinline)) void Accumulate(const Weights& w, int rows, int count, const float (*dy)[kGradientRows],
                                           float (*dx)[kStretch]) {
-  constexpr int kWide = 2;  // vectors, so that a value of dy serves twice
-  for (int k = 0; k < count; k += kWide * kLanes) {
-    Floats partial[T][kWide];
+  constexpr int kVectors = 2;  // so that a value of dy serves twice
+  constexpr int kStep = kVectors * kWidest;
+  static_assert(kStretch % kStep == 0, "what is beyond count is there, and not used");
+  for (int k = 0; k < count; k += kStep) {
+    typename Floats<kWidest>::Vector partial[T][kVectors];
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
-      for (int v = 0; v < kWide; ++v) partial[t][v] = Floats{};
+      for (int v = 0; v < kVectors; ++v) partial[t][v] = typename Floats<kWidest>::Vector{};
     }
     for (int j = 0; j < rows; ++j) {
-      Floats values[kWide];
+      typename Floats<kWidest>::Vector values[kVectors];
 #pragma GCC unroll 2
-      for (int v = 0; v < kWide; ++v) values[v] = *reinterpret_cast<const Floats*>(w.at[j] + k + v * kLanes);
+      for (int v = 0; v < kVectors; ++v) LoadVector(w.at[j] + k + v * kWidest, values[v]);
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
-        for (int v = 0; v < kWide; ++v) partial[t][v] = partial[t][v] + values[v] * dy[t][j];
+        for (int v = 0; v < kVectors; ++v) partial[t][v] = partial[t][v] + values[v] * dy[t][j];
       }
     }
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
-      for (int v = 0; v < kWide; ++v) {
-        Floats* out = reinterpret_cast<Floats*>(dx[t] + k + v * kLanes);
-        *out = *out + partial[t][v];
-      }
+      for (int v = 0; v < kVectors; ++v) AddTo(dx[t] + k + v * kWidest, partial[t][v]);
     }
   }
 }

@@ -278,39 +278,57 @@ __attribute__((noinline)) void Multiply(const Panel& panel, int spans, const Act
 
 #endif
 
-// Eight floats, for every instruction set.
-typedef float Floats __attribute__((vector_size(32), aligned(4), may_alias));
+// Floats of every instruction set: eight, or sixteen where a vector holds them.
+template <int count>
+struct Floats {
+  typedef float Vector __attribute__((vector_size(4 * count)));
+};
+// Not returned: without AVX the compiler would warn of how.
+template <typename Vector>
+JQ_INLINE void LoadVector(const float* from, Vector& vector) {
+  memcpy(&vector, from, sizeof(vector));
+}
+template <typename Vector>
+JQ_INLINE void AddTo(float* to, const Vector& vector) {
+  Vector sum;
+  LoadVector(to, sum);
+  sum = sum + vector;
+  memcpy(to, &sum, sizeof(sum));
+}
+#if defined(__AVX512F__)
+constexpr int kWidest = 2 * kLanes;
+#else
+constexpr int kWidest = kLanes;
+#endif
 
 template <int T, int S>
-__attribute__((noinline)) void Multiply(const ValuePanel* panels, int count, const float* const* activations,
+__attribute__((noinline)) void Multiply(const ValuePanel& panel, int count, const float* const* activations,
                                         float* sums) {
+  constexpr int kWidth = kWidest < S * kLanes ? kWidest : S * kLanes, kVectors = S * kLanes / kWidth;
   const float* x[T];
   for (int t = 0; t < T; ++t) x[t] = activations[t];
   for (int first = 0; first < count; first += kSpan) {
     const int last = count - first < kSpan ? count : first + kSpan;
-    Floats partial[T][S];
+    typename Floats<kWidth>::Vector partial[T][kVectors];
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
-      for (int v = 0; v < S; ++v) partial[t][v] = Floats{};
+      for (int v = 0; v < kVectors; ++v) partial[t][v] = typename Floats<kWidth>::Vector{};
     }
     for (int k = first; k < last; ++k) {
-      Floats values[S];
+      typename Floats<kWidth>::Vector values[kVectors];
 #pragma GCC unroll 2
-      for (int v = 0; v < S; ++v) values[v] = *reinterpret_cast<const Floats*>(panels[v].at[k]);
+      for (int v = 0; v < kVectors; ++v) LoadVector(panel.at[k][v * kWidth / kLanes], values[v]);
 #pragma GCC unroll 8
       for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
-        for (int v = 0; v < S; ++v) partial[t][v] = partial[t][v] + values[v] * x[t][k];
+        for (int v = 0; v < kVectors; ++v) partial[t][v] = partial[t][v] + values[v] * x[t][k];
       }
     }
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 2
-      for (int v = 0; v < S; ++v) {
-        Floats* out = reinterpret_cast<Floats*>(sums + t * kPanelRows + v * kLanes);
-        *out = *out + partial[t][v];
-      }
+      for (int v = 0; v < kVectors; ++v) AddTo(sums + t * kPanelRows + v * kWidth, partial[t][v]);
     }
   }
 }

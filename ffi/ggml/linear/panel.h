@@ -1,5 +1,4 @@
-// Weights as the micro-kernels read them: the codes of two eights of rows, or the values of one, decoded for a stretch
-// of k.
+// Weights as the micro-kernels read them: the codes or values of two eights of rows, decoded for a stretch of k.
 #pragma once
 
 #include <cstdint>
@@ -26,9 +25,9 @@ struct alignas(64) Panel {
     float factor[kEights][kLanes];  // of integer_scales, in formats whose blocks fill a panel
   };
 };
-// at[k]: value k of each row.
+// at[k][v]: value k of each row of eight v.
 struct alignas(64) ValuePanel {
-  float at[kStretch][kLanes];
+  float at[kStretch][kEights][kLanes];
 };
 
 #if defined(__AVX2__)
@@ -261,20 +260,20 @@ JQ_INLINE float ScaleOf(const Panel& panel, int s, int h, int row) {
   return panel.scales[s][h][0][row];
 }
 
-// Values [first, first + count) of each row as float32; first is a multiple of kStretch.
+// Values [first, first + count) of each row of eight v as float32; first is a multiple of kStretch.
 template <typename F>
-void Fill(const Rows<F>& rows, int64_t first, int count, ValuePanel* panel) {
+void Fill(const Rows<F>& rows, int64_t first, int count, int v, ValuePanel* panel) {
   if constexpr (kIsFloat<F>) {
     int done = 0;
 #if defined(__AVX2__)
     for (; done + kLanes <= count; done += kLanes) {
       __m256 of_row[kLanes];
       for (int row = 0; row < kLanes; ++row) of_row[row] = LoadEight(&rows.Value(row, first + done));
-      Transpose(of_row, panel->at[done], kLanes);
+      Transpose(of_row, panel->at[done][v], kPanelRows);
     }
 #endif
     for (int row = 0; row < kLanes; ++row) {
-      for (int j = done; j < count; ++j) panel->at[j][row] = LoadValue(rows.Value(row, first + j));
+      for (int j = done; j < count; ++j) panel->at[j][v][row] = LoadValue(rows.Value(row, first + j));
     }
   } else {
     Panel codes;
@@ -294,7 +293,7 @@ void Fill(const Rows<F>& rows, int64_t first, int count, ValuePanel* panel) {
                                     : (word >> (8 * j) & 255) - C::kZero;
             float value = ScaleOf<F>(codes, s, h, row) * static_cast<float>(raw);
             if constexpr (C::kOffset) value = value + codes.offsets[s][h][0][row];
-            panel->at[s * kSpan + i * 4 + j][row] = value;
+            panel->at[s * kSpan + i * 4 + j][v][row] = value;
           }
         }
       }
