@@ -43,6 +43,9 @@ def multiplied(name, w, x, dy):
         outputs[f"{lhs} bfloat16"] = ggml.linear(x.astype(jnp.bfloat16), w.prepare(), lhs_qtype=lhs)
         experts = ggml.QTensor(jnp.stack([w.data, jnp.roll(w.data, 1, 0)]), name)
         ids = jnp.arange(74, dtype=jnp.int32).reshape(37, 2) % 5 // 2
+        # Fields of any bytes, with the largest codes.
+        wild = ggml.QTensor(jnp.asarray(np.random.default_rng(8).integers(0, 256, w.data.shape, np.uint8)), name)
+        outputs[f"{lhs} wild"] = ggml.linear(jnp.sign(x), wild, lhs_qtype=lhs)
         outputs[f"{lhs} moe"] = ggml.moe_linear(x[:, None], experts, ids, lhs_qtype=lhs)
     return outputs | {"dx": jax.vjp(lambda x: ggml.linear(x, w), x)[1](dy)[0]}
 

@@ -203,11 +203,12 @@ def test_leading_axes(name, lhs):
 def test_values_that_are_not_finite_stay_in_their_row(name, lhs, prepared):
     w = weights(name, ROWS, 512)
     w = w.prepare() if prepared else w
-    clean = normal(6, 512)
+    clean = normal(20, 512)
     x = clean.copy()
     x[1, 500], x[2, 0], x[4, 300] = np.nan, np.inf, -np.inf
     y = np.asarray(product(x, w, lhs))
-    assert_same_bits(y[[0, 3, 5]], np.asarray(product(clean, w, lhs))[[0, 3, 5]])
+    others = [i for i in range(20) if i not in (1, 2, 4)]
+    assert_same_bits(y[others], np.asarray(product(clean, w, lhs))[others])
     assert np.isnan(y[1]).all()
     if lhs == "int8" and not w.format.is_float:
         assert np.isnan(y[[2, 4]]).all()
