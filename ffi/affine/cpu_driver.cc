@@ -5,6 +5,7 @@
 #include "ffi/affine/cpu_convert.h"
 #include "ffi/affine/cpu_kernels.h"
 #include "ffi/affine/cpu_noise.h"
+#include "ffi/common/fetch.h"
 
 namespace jq {
 namespace JQ_GGML_ISA {
@@ -19,13 +20,6 @@ constexpr int64_t kTile = 512;
 constexpr int64_t kShortRun = 32;
 // Neighbouring sums taken together where x's consecutive elements belong to consecutive scales.
 constexpr int64_t kColumns = 256;
-
-// Drawing leaves memory alone for longer than the hardware looks ahead: what is read next comes meanwhile. Any address
-// will do.
-void FetchSoon(const char* bytes, int64_t size) {
-  constexpr int64_t kLine = 64;
-  for (int64_t i = 0; i < size; i += kLine) __builtin_prefetch(bytes + i, 0, 2);
-}
 
 // ----------------------------------------------------------------------------------------------------------- maps
 

@@ -8,6 +8,7 @@
 #include "ffi/affine/cpu_platform.h"
 #include "ffi/affine/dynamic/handlers.h"
 #include "ffi/affine/dynamic/math.h"
+#include "ffi/common/fetch.h"
 
 namespace jq {
 
@@ -140,13 +141,13 @@ struct DynamicCpu : Cpu {
   // In tiles, each while as many elements of the next batch come from memory: codes are bound by division, and folding
   // by memory alone.
   static bool MapRows(Op op, const MapArguments& a, int64_t first, int64_t n) {
-    constexpr int64_t kBytes = 2048, kLine = 64;
+    constexpr int64_t kBytes = 2048;
     const int64_t size = SizeOf(a.x_type), tile = kBytes / size;
     const char* ahead = static_cast<const char*>(a.x) + (first + n) * size;
     bool known = true;
     for (int64_t at = 0; at < n; at += tile) {
       const int64_t take = n - at < tile ? n - at : tile;
-      for (int64_t i = at * size; i < (at + take) * size; i += kLine) __builtin_prefetch(ahead + i, 0, 2);
+      FetchSoon(ahead + at * size, take * size);
       known &= CpuKernelsHere().map(LoopsFor(op), a, false, first + at, first + at + take);
     }
     return known;
