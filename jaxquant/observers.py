@@ -17,6 +17,7 @@ states are constants. Batches may differ in size along axes that share a scale (
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -295,6 +296,8 @@ class Histogram(_Observer):
         counts = jax.lax.psum(self._widened(state, span), axis_name)
         return {"low": -low, "high": high, "span": span, "counts": counts}
 
+    # Compiled once for each shape, outside jit too: the branches are functions made anew at each call.
+    @functools.partial(jax.jit, static_argnums=0)
     def _widened(self, state: State, span: Any) -> jax.Array:
         """The counts over a span that is some doublings wider."""
         counts, doublings = state["counts"], _exponent(span) - _exponent(state["span"])

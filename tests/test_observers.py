@@ -183,6 +183,34 @@ def test_choose_qparams_searches():
         assert (reach < np.abs(x).max(axis=1, keepdims=True)).all() and (reach > 0).all()
 
 
+def test_searches_outside_jit_compile_once():
+    x = jnp.asarray(np.random.default_rng(5).standard_t(4, size=(6, 96)).astype(np.float32))
+    compiled = []
+
+    def listen(event, duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(details.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x + 3)(x)
+        assert compiled, "the event that is counted here has another name in this version of JAX"
+        for symmetric, method in itertools.product((True, False), ("absmax", "minmax", "percentile", "mse")):
+            for call in range(2):
+                jaxquant.choose_qparams(x, PerToken(), qtype=jnp.int4, symmetric=symmetric, method=method)
+                assert call == 0 or not compiled, (method, symmetric)
+                compiled.clear()
+        for observer in OBSERVERS:
+            state = observer.init(x)
+            for call in range(2):
+                state = observer.update(state, x * (1 + call))
+                observer.qparams(state)
+                assert call == 0 or not compiled, observer
+                compiled.clear()
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
 def divergence(counts, i, levels):
     """Kullback-Leibler divergence of a threshold of i bins, after Migacz's slides, in plain loops."""
     kept = counts[:i].astype(np.float64)

@@ -141,6 +141,35 @@ def test_values_and_gradients(granularity, dtype, qtype, implementation):
             assert_same_sum(a, b, o.scale.dtype, exact=implementation != "xla")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("step", [0, 1, 700, 5000])
+@pytest.mark.parametrize("per_row", [True, False])
+def test_gradients_by_x_with_and_without_a_draw(per_row, step, dtype):
+    """Next to the ends of the range alone the draw matters to them; the kernel leaves it out elsewhere."""
+    with calls.precision(jnp.dtype(dtype)):
+        x = np.random.default_rng(7).uniform(-120, 120, size=(41, 1500))
+        x[:, ::7] *= 4
+        x[(np.abs(x) > 125) & (np.abs(x) < 130)] = 140
+        x[3, :4] = np.nan, np.inf, -np.inf, -0.0
+        if step:
+            x.ravel()[::step] = np.where(np.arange(0, x.size, step) % 2, 127.3, -128.6)
+        x, dy = (a.astype(jnp.dtype(dtype)) for a in (x, values(x.shape, 8)))
+        dy[5, 5] = np.nan
+        scale = np.ones((41, 1) if per_row else (1, 1500), "float64" if dtype == "float64" else "float32")
+        zero = np.zeros_like(scale)
+
+        @jax.jit
+        def both(x, scale, dy):
+            _, fake = jax.vjp(lambda x: fake_quantize(x, scale, implementation="ffi"), x)
+            _, code = jax.vjp(lambda x: quantize(x, scale, dtype=x.dtype, implementation="ffi"), x)
+            return fake(dy)[0], code(dy)[0]
+
+        fake, code = jax.device_get(both(x, scale, dy))
+        drawn = {"qtype": jnp.int8, "drawn": threefry.uniform(WORDS, x.shape)}
+        assert_same_bits(fake, oracle.fake_quantize_gradient(dy, x, scale, zero, **drawn).dx)
+        assert_same_bits(code, oracle.quantize_gradient(dy, x, scale, zero, **drawn).dx)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_packed_codes(implementation):
     x = values((5, 21))

@@ -5,6 +5,7 @@
 #include "ffi/affine/cpu_convert.h"
 #include "ffi/affine/cpu_kernels.h"
 #include "ffi/affine/cpu_noise.h"
+#include "ffi/common/fetch.h"
 
 namespace jq {
 namespace JQ_GGML_ISA {
@@ -119,6 +120,10 @@ bool MapWith(const Loops<Real>& loops, const MapArguments& a, bool gradient, int
   alignas(64) Real x_tile[kTile], dy_tile[kTile];
   alignas(64) char result_tile[kTile * sizeof(Real)];
   alignas(64) Real noise[kTile];
+  // Where a result takes its operand's place, it cannot be computed again.
+  const bool undrawn_first = gradient && a.key != nullptr && a.out != a.x && a.out != a.dy;
+  // Where few pieces can do without drawing, few are tried.
+  int in_vain = 0, drawn_at_once = 0;
   const int64_t most = widen || narrow || a.key ? kTile : INT64_MAX;
   ForEachPiece<Real>(*a.view, static_cast<const Real*>(a.scale), static_cast<const Real*>(a.zero_point), begin, end,
                      most, [&](int64_t offset, int64_t n, const Real* scale, const Real* zero_point, bool per_element) {
@@ -135,9 +140,23 @@ bool MapWith(const Loops<Real>& loops, const MapArguments& a, bool gradient, int
                        }
                        char* out_piece = out + (offset - a.out_origin) * out_size;
                        void* target = narrow != nullptr ? result_tile : out_piece;
-                       if (a.key != nullptr) Draw(*a.key, offset, n, noise);
-                       loop(static_cast<const Real*>(dy_piece), x_piece, target, n, scale, zero_point, per_element,
-                            range, noise);
+                       bool done = false;
+                       if (undrawn_first && --drawn_at_once < 0) {
+                         FetchSoon(x + (offset + n) * x_size, n * x_size);
+                         FetchSoon(dy + (offset + n) * x_size, n * x_size);
+                         done = loops.undrawn(static_cast<const Real*>(dy_piece), static_cast<const Real*>(x_piece),
+                                              static_cast<Real*>(target), n, scale, zero_point, per_element, range);
+                         in_vain = done ? 0 : in_vain < 15 ? 2 * in_vain + 1 : 15;
+                         drawn_at_once = in_vain;
+                       }
+                       if (!done) {
+                         if (a.key != nullptr) {
+                           FetchSoon(x + offset * x_size, n * x_size);
+                           Draw(*a.key, offset, n, noise);
+                         }
+                         loop(static_cast<const Real*>(dy_piece), x_piece, target, n, scale, zero_point, per_element,
+                              range, noise);
+                       }
                        if (narrow != nullptr) narrow(result_tile, out_piece, n);
                      });
   return true;
@@ -267,7 +286,11 @@ class GradientPass {
     Real ds, dz;
     if (direct_ && cursor.Left() >= n) {
       const int64_t at = (base + cursor.offset) * size_;
-      if (key_ != nullptr) Draw(*key_, base + cursor.offset, n, noise_tile_);
+      if (key_ != nullptr) {
+        FetchSoon(dy_ + at, n * size_);
+        FetchSoon(x_ + at, n * size_);
+        Draw(*key_, base + cursor.offset, n, noise_tile_);
+      }
       loops_.row(Reals(dy_ + at), Reals(x_ + at), dx_ ? reinterpret_cast<Real*>(dx_ + at) : dx_tile_, n, scale_[e], z,
                  range_, noise_tile_, &ds, &dz);
     } else {

@@ -23,6 +23,9 @@ struct Loops {
   // drawn for each element, where rounding is stochastic; never read otherwise.
   using Map = void (*)(const Real* dy, const void* x, void* out, int64_t n, const Real* scale, const Real* zero_point,
                        bool per_element, Range<Real> range, const Real* noise);
+  // A gradient without noise. dx is no operand. False: to some elements the noise matters, and dx is not right.
+  using Undrawn = bool (*)(const Real* dy, const Real* x, Real* dx, int64_t n, const Real* scale,
+                           const Real* zero_point, bool per_element, Range<Real> range);
   // dx of up to kChunk elements that share a scale, and their two sums.
   using Row = void (*)(const Real* dy, const Real* x, Real* dx, int64_t n, Real scale, Real zero_point,
                        Range<Real> range, const Real* noise, Real* dscale, Real* dzero_point);
@@ -34,6 +37,7 @@ struct Loops {
   // Null where there is no loop for the pair; the driver then converts a tile at a time from or to Real.
   Map (*value)(DType x, DType out);
   Map gradient;
+  Undrawn undrawn;  // null where rounding is to nearest
   Row row;
   Columns columns;
 };

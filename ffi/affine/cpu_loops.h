@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "ffi/affine/cpu_kernels.h"
 
@@ -48,6 +49,31 @@ void MapLoop(const Real* __restrict dy, const void* x_data, void* out_data, int6
     out[i] = Convert<Out>(
         Function::At(dy[i], Convert<Real>(x[i]), divisor, zero, range, Function::kNoisy ? noise[i] : Real(0)));
   }
+}
+
+// dx where it is the same whatever is drawn, as it is but for elements next to the ends of the range. A quotient is
+// rounded to one of two neighbours, each of which the least or the largest of draws gives. False: drawing matters to
+// some element.
+template <typename Math, typename Real>
+bool UndrawnLoop(const Real* __restrict dy, const Real* __restrict x, Real* __restrict dx, int64_t n,
+                 const Real* __restrict scale, const Real* __restrict zero_point, bool per_element, Range<Real> range) {
+  using Bits = typename std::conditional<sizeof(Real) == 4, uint32_t, uint64_t>::type;
+  constexpr Real kLeast = 0, kLargest = 1 - Real(5.9604644775390625e-8);  // 1 - 2^-24
+  Bits different = 0;
+  const auto one = [&](int64_t i, Divisor<Real> divisor, Real zero) {
+    const Real low = Rounded<Math, Real>::Gradient(dy[i], x[i], divisor, zero, range, kLeast).dx;
+    const Real high = Rounded<Math, Real>::Gradient(dy[i], x[i], divisor, zero, range, kLargest).dx;
+    different |= BitCast<Bits>(low) ^ BitCast<Bits>(high);
+    dx[i] = low;
+  };
+  if (per_element) {
+    for (int64_t i = 0; i < n; ++i) one(i, Divisor<Real>::Of(scale[i]), RoundZeroPoint(zero_point[i]));
+  } else {
+    const Divisor<Real> divisor = Divisor<Real>::Of(*scale);
+    const Real zero = RoundZeroPoint(*zero_point);
+    for (int64_t i = 0; i < n; ++i) one(i, divisor, zero);
+  }
+  return different == 0;
 }
 
 // The sum of n terms of one chunk, in the order of arguments.h; terms has room for whole rows of kLanes. In registers,
@@ -120,7 +146,9 @@ void ColumnsLoop(const Real* dy, const Real* x, Real* dx, int64_t n, const Real*
 
 template <typename Math, typename Real>
 constexpr Loops<Real> LoopsIn(typename Loops<Real>::Map (*value)(DType, DType)) {
-  return {value, MapLoop<GradientOf<Math>, Real, Real, Real>, RowLoop<Math, Real>, ColumnsLoop<Math, Real>};
+  typename Loops<Real>::Undrawn undrawn = nullptr;
+  if constexpr (kKeyed<Math>) undrawn = UndrawnLoop<Math, Real>;
+  return {value, MapLoop<GradientOf<Math>, Real, Real, Real>, undrawn, RowLoop<Math, Real>, ColumnsLoop<Math, Real>};
 }
 template <typename Math>
 constexpr AffineLoops LoopsOf(Loops<float>::Map (*single)(DType, DType), Loops<double>::Map (*wide)(DType, DType)) {

@@ -1,6 +1,7 @@
 // Adam on CPU: a block at a time, which stays in L1 between choosing its exponents and coding it. Compiled once per
 // instruction set.
 #include "ffi/affine/cpu_kernels.h"
+#include "ffi/common/fetch.h"
 #include "ffi/optim/math.h"
 
 namespace jq {
@@ -72,6 +73,10 @@ void OneBlock(const AdamArguments& a, int64_t b, const Place& place, Tile& t) {
     ConvertRow(gradient, t.g.at, n);
   }
 
+  // The next block, fetched while this one is computed.
+  FetchSoon(gradient + n, n * sizeof(G));
+  FetchSoon(a.m + place.first + n, n);
+  FetchSoon(a.v + place.first + n, n);
   uint32_t most = 0;
   for (int i = 0; i < n; ++i) most = Magnitude(g[i]) > most ? Magnitude(g[i]) : most;
   ConvertRow(reinterpret_cast<const int8_t*>(a.m + place.first), t.m.at, n);

@@ -83,6 +83,8 @@ def block_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------------------------------ on histograms
 
 
+# Compiled once for each shape and code range, outside jit too: a scan's body is a function made anew at each call.
+@functools.partial(jax.jit, static_argnames=("qmin", "qmax", "symmetric"))
 def least_squares(
     counts: Any, low: Any, high: Any, qmin: int, qmax: int, symmetric: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -149,6 +151,7 @@ def _symmetric_errors(bins: int, qmax: int) -> np.ndarray:
     return (area / np.diff(u, axis=1) * step**2).astype(np.float32)
 
 
+@functools.partial(jax.jit, static_argnames="levels")
 def least_divergence(counts: Any, high: Any, levels: int) -> jax.Array:
     """The clipping threshold of entropy calibration (S. Migacz, "8-bit inference with TensorRT", GTC 2017).
 

@@ -8,6 +8,7 @@
 #include "ffi/affine/cpu_platform.h"
 #include "ffi/affine/dynamic/handlers.h"
 #include "ffi/affine/dynamic/math.h"
+#include "ffi/common/fetch.h"
 
 namespace jq {
 
@@ -68,9 +69,7 @@ struct DynamicCpu : Cpu {
             kernels.range->fold(view, a.x_type, a.x, d.symmetric, first, first + n, keys.low(), keys.high());
         if (!done) return known.store(false);
         choose(begin * slices.scales, end * slices.scales);
-        const bool mapped = d.packing != nullptr ? PackRows(op, a, *d.packing, first, n)
-                                                 : kernels.map(LoopsFor(op), a, false, first, first + n);
-        if (!mapped) known = false;
+        if (!(d.packing != nullptr ? PackRows(op, a, *d.packing, first, n) : MapRows(op, a, first, n))) known = false;
       }
     });
     return known ? ffi::Error::Success() : UnknownTypes(DynamicNameOf(op));
@@ -137,6 +136,21 @@ struct DynamicCpu : Cpu {
     if (d.packing != nullptr && d.packing->rows == 1) batch = (batch + 7) / 8 * 8;
     batch = batch > 1 ? batch : d.packing != nullptr && d.packing->rows == 1 && slices.size % 8 != 0 ? 8 : 1;
     return batch;
+  }
+
+  // In tiles, each while as many elements of the next batch come from memory: codes are bound by division, and folding
+  // by memory alone.
+  static bool MapRows(Op op, const MapArguments& a, int64_t first, int64_t n) {
+    constexpr int64_t kBytes = 2048;
+    const int64_t size = SizeOf(a.x_type), tile = kBytes / size;
+    const char* ahead = static_cast<const char*>(a.x) + (first + n) * size;
+    bool known = true;
+    for (int64_t at = 0; at < n; at += tile) {
+      const int64_t take = n - at < tile ? n - at : tile;
+      FetchSoon(ahead + at * size, take * size);
+      known &= CpuKernelsHere().map(LoopsFor(op), a, false, first + at, first + at + take);
+    }
+    return known;
   }
 
   static bool PackRows(Op op, const MapArguments& a, const PackArguments& p, int64_t first, int64_t n) {
