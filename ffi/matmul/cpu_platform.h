@@ -58,7 +58,7 @@ struct Cpu {
                   [&](int64_t begin, int64_t end) { kernels.prepare(a, plan, shared.get(), begin, end); });
     }
     // As many units as are worth a second thread.
-    const int64_t work = plan.tiles ? 1 << 22 : 1 << 18;  // products
+    const int64_t work = plan.tiles ? 1 << 25 : 1 << 21;  // products
     const int64_t each = std::max<int64_t>(1, a.batch * a.m * a.n * a.k / plan.units);
     std::atomic<bool> enough{true};
     ParallelFor(pool, plan.units, std::max<int64_t>(1, work / each), [&](int64_t begin, int64_t end) {
