@@ -75,7 +75,9 @@ def cases(rows: tuple[int, ...], k: int, n: int) -> list[harness.Case]:
                 contenders["jnp"] = rotating(call(weight_only_matmul_p, shape[0], "xla"), plain)
             targets = {"f32 dot": TARGETS[name] if m == 1 else 1.0}
             found.append(
-                harness.Case(f"{name}, {m} x {k} x {n}", contenders, (x,), targets=targets, repeat=REPEAT.get(m, 1))
+                harness.Case(
+                    f"{name}, {m} x {k} x {n}", contenders, (x,), targets=targets, repeat=REPEAT.get(m, 1), warm=3
+                )
             )
             backward = {
                 "ours": rotating(call(weight_only_gradient_p, shape[1]), panels),
