@@ -8,6 +8,7 @@
 #include "ffi/ggml/linear/kernels.h"
 #include "ffi/ggml/linear/micro.h"
 #include "ffi/ggml/linear/tiles.h"
+#include "ffi/ggml/linear/wide.h"
 
 namespace jq {
 namespace ggml {
@@ -55,6 +56,13 @@ constexpr int kTile = 4;  // positions that share the registers
 template <typename K, int S, int T = kTile>
 JQ_INLINE void MultiplyAll(const Panel& panel, int spans, const ActivationSpan* const* x, int positions, float* sums) {
   int t = 0;
+#if defined(JQ_VNNI)
+  if constexpr (S == kEights && T == kTile) {
+    for (; t + kWidePositions <= positions; t += kWidePositions) {
+      MultiplyWide<K>(panel, spans, x + t, sums + t * kPanelRows);
+    }
+  }
+#endif
   for (; t + T <= positions; t += T) Multiply<K, T, S>(panel, spans, x + t, sums + t * kPanelRows);
   if constexpr (T > 1) {
     if (t < positions) MultiplyAll<K, S, T - 1>(panel, spans, x + t, positions - t, sums + t * kPanelRows);

@@ -5,7 +5,7 @@
 #if defined(JQ_TILES)
 
 #include "ffi/common/cpu_tiles.h"
-#include "ffi/ggml/linear/panel.h"
+#include "ffi/ggml/linear/wide.h"
 
 namespace jq {
 namespace ggml {
@@ -89,42 +89,6 @@ JQ_TILE_TARGET JQ_INLINE void MakeProducts(const Panel& panel, int s, const Acti
   }
 }
 
-// out[t] += the products of span s with their scales.
-template <typename K, int kPositions>
-JQ_INLINE void AddScaled(const Panel& panel, int s, const ActivationTile& x, const TileProducts<K>& products,
-                         __m512 (&out)[kPositions]) {
-  const auto number = [](const int32_t* from) { return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_load_si512(from)); };
-  if constexpr (K::kIntegerScales) {
-    // Products with their scales have at most 24 bits, and so have the sums of two: float32 holds them all.
-    const __m512 scales[2] = {number(panel.integer_scales[s][0][0]), number(panel.integer_scales[s][1][0])};
-    const __m512 factor = _mm512_load_ps(panel.factor[0]);
-#pragma GCC unroll 16
-    for (int t = 0; t < kPositions; ++t) {
-      const __m512 first = _mm512_mul_ps(number(products[s][0][t]), scales[0]);
-      const __m512 both = _mm512_fmadd_ps(number(products[s][1][t]), scales[1], first);
-      const __m512 scale = _mm512_mul_ps(factor, _mm512_set1_ps(x.scale[s][t]));
-      out[t] = _mm512_add_ps(out[t], _mm512_mul_ps(scale, both));
-    }
-  } else {
-#pragma GCC unroll 2
-    for (int h = 0; h < kSpan / K::kGroup; ++h) {
-      const __m512 scale = _mm512_load_ps(panel.scales[s][h][0]);
-#pragma GCC unroll 16
-      for (int t = 0; t < kPositions; ++t) {
-        const __m512 scales = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[s][t]));
-        out[t] = _mm512_add_ps(out[t], _mm512_mul_ps(scales, number(products[s][h][t])));
-      }
-      if constexpr (K::kOffset) {
-        const __m512 offset = _mm512_load_ps(panel.offsets[s][h][0]);
-#pragma GCC unroll 16
-        for (int t = 0; t < kPositions; ++t) {
-          out[t] = _mm512_add_ps(out[t], _mm512_mul_ps(offset, _mm512_set1_ps(x.scaled[s][h][t])));
-        }
-      }
-    }
-  }
-}
-
 // Makes the products of the first kMade positions of a tile and, by turns, adds those of the tile before with their
 // scales to the sums of its kScaled positions: no load waits for the tile unit's stores. 0: none. !add: from zero.
 template <typename K, int kMade, int kScaled>
@@ -136,7 +100,12 @@ JQ_TILE_TARGET __attribute__((noinline)) void MultiplyTile(const Panel& panel, i
   for (int t = 0; t < kScaled; ++t) out[t] = add ? _mm512_load_ps(sums + t * kPanelRows) : _mm512_setzero_ps();
   for (int s = 0; s < spans; ++s) {
     if constexpr (kMade != 0) MakeProducts<K, kMade>(panel, s, *made, products);
-    if constexpr (kScaled != 0) AddScaled<K, kScaled>(panel, s, made[-1], ready, out);
+    if constexpr (kScaled != 0) {
+      const ActivationTile& x = made[-1];
+      AddScaled<K>(
+          panel, s, [&](int h, int t) { return _mm512_load_si512(ready[s][h][t]); },
+          [&](int t) { return x.scale[s][t]; }, [&](int h, int t) { return x.scaled[s][h][t]; }, out);
+    }
   }
 #pragma GCC unroll 16
   for (int t = 0; t < kScaled; ++t) _mm512_store_ps(sums + t * kPanelRows, out[t]);
