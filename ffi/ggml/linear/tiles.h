@@ -101,10 +101,12 @@ JQ_TILE_TARGET __attribute__((noinline)) void MultiplyTile(const Panel& panel, i
   for (int s = 0; s < spans; ++s) {
     if constexpr (kMade != 0) MakeProducts<K, kMade>(panel, s, *made, products);
     if constexpr (kScaled != 0) {
-      const ActivationTile& x = made[-1];
+      const float *const scale = made[-1].scale[s], *const scaled = made[-1].scaled[s][0];
+      const int32_t* const sums_of_span = ready[s][0][0];
       AddScaled<K>(
-          panel, s, [&](int h, int t) { return _mm512_load_si512(ready[s][h][t]); },
-          [&](int t) { return x.scale[s][t]; }, [&](int h, int t) { return x.scaled[s][h][t]; }, out);
+          panel, s,
+          [=](int h, int t) { return _mm512_load_si512(sums_of_span + (h * kTilePositions + t) * kPanelRows); },
+          [=](int t) { return scale[t]; }, [=](int h, int t) { return scaled[h * kTilePositions + t]; }, out);
     }
   }
 #pragma GCC unroll 16
