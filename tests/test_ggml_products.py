@@ -334,3 +334,12 @@ def test_against_weights_decoded_by_hand(implementation):
     experts, ids = ggml.QTensor(jnp.stack([w.data] * 2), "Q8_0"), np.array([[0, 1], [1, -1]])
     y = ggml.moe_linear(x[:2, None], experts, ids, implementation=implementation)
     assert oracle.nmse(y, np.where(ids[..., None] < 0, 0, (x[:2] @ values.T)[:, None])) <= INT8
+
+
+def test_groups_of_few_and_of_many_rows():
+    """Experts with more and with fewer rows than are multiplied together, and matrices too wide for one piece."""
+    x, w = normal(15, 1, 32), weights("Q8_0", 2, 2176, 32)
+    ids = np.repeat([0, 1], [8, 7]).astype(np.int32)[:, None]
+    y = np.asarray(jax.jit(ggml.moe_linear)(x, w, jnp.asarray(ids)))[:, 0]
+    for expert, rows in ((0, slice(0, 8)), (1, slice(8, 15))):
+        assert oracle.nmse(y[rows], linear64(x[rows, 0], w[expert])) <= bound("Q8_0", "int8")

@@ -15,7 +15,7 @@ namespace JQ_ISA {
 namespace {
 
 // 32 rows with 2 panels, or up to 16 with 4: four tiles of sums, since each must wait for the one before.
-constexpr int kBlockRows = 2 * kTileSide, kBlockSums = kBlockRows * kBlockRows;
+constexpr int kBlockRows = 2 * kTileSide;
 constexpr int BlockPanels(int rows) { return rows > kTileSide ? 2 : 4; }
 
 // A stretch of k, in steps of as many codes as a row of a tile has.

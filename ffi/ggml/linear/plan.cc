@@ -57,12 +57,14 @@ bool IsFloat(int type_id) { return type_id == 0 || type_id == 1 || type_id == 30
 constexpr int64_t kTileBytes = 3 << 19;
 constexpr int64_t kTileColumns = 1024;
 
-Plan PlanTiles(const GroupedArguments& a, int64_t threads) {
-  const int64_t row_bytes = StretchesOf(a.k) * static_cast<int64_t>(sizeof(ActivationTile)) / kTilePositions;
-  const int64_t rows = std::clamp(kTileBytes / row_bytes, int64_t{kTilePositions}, kMaxTilePositions);
-  const int64_t positions = rows / kTilePositions * kTilePositions;
-  Plan plan = Cut(a, a.n, kPanelRows, positions, kTilePositions, positions * kTileColumns, threads);
+// largest: positions of a group.
+Plan PlanTiles(const GroupedArguments& a, int64_t largest, int64_t threads) {
+  // Units of few positions are left to the vector units, with room for kMaxCells.
+  static_assert((kLeastTilePositions - 1) * kTileColumns <= kMaxCells, "their sums fit");
   const int64_t tile_row = StretchesOf(a.k) * static_cast<int64_t>(sizeof(ActivationTile));
+  const int64_t most = std::clamp(kTileBytes / tile_row, int64_t{1}, kMaxTilePositions / kTilePositions);
+  const int64_t positions = std::min(most, TilesOf(largest)) * kTilePositions;
+  Plan plan = Cut(a, a.n, kPanelRows, positions, kTilePositions, positions * kTileColumns, threads);
   bool all = a.x_row == nullptr;
   for (int64_t e = 0; all && e < a.experts; ++e) all = a.group_begin[e] % kTilePositions == 0;
   plan.tiles = all ? Tiles::kOfAll : Tiles::kOfUnits;
@@ -78,7 +80,7 @@ Plan PlanProduct(const GroupedArguments& a, int64_t threads, bool has_tiles) {
   const bool int8 = a.int8_lhs && !IsFloat(a.type_id);
   int64_t largest = 0;
   for (int64_t e = 0; e < a.experts; ++e) largest = std::max(largest, a.group_begin[e + 1] - a.group_begin[e]);
-  if (has_tiles && int8 && largest >= kLeastTilePositions) return PlanTiles(a, threads);
+  if (has_tiles && int8 && largest >= kLeastTilePositions) return PlanTiles(a, largest, threads);
   Plan plan = Cut(a, a.n, kPanelRows, kMaxPositions, 1, kMaxCells, threads);
   if (int8) {
     plan.scratch_bytes = a.x_rows * (a.k / kSpan) * static_cast<int64_t>(sizeof(ActivationSpan));

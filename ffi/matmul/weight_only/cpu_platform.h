@@ -8,6 +8,7 @@
 #include <string>
 
 #include "ffi/affine/cpu_kernels.h"
+#include "ffi/common/local_memory.h"
 #include "ffi/common/parallel_for.h"
 #include "ffi/matmul/weight_only/handlers.h"
 
@@ -44,12 +45,8 @@ struct Cpu {
 
   static ffi::Error Matmul(Context pool, const Arguments& a) {
     const int64_t bytes = ScratchBytes(a);
-    std::unique_ptr<void, void (*)(void*)> scratch(
-        bytes == 0 ? nullptr : std::aligned_alloc(64, static_cast<size_t>(bytes)), std::free);
-    if (bytes != 0 && scratch == nullptr) {
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                        "weight_only_matmul: no memory for " + std::to_string(bytes) + " bytes of activations.");
-    }
+    const Memory scratch = bytes == 0 ? Memory(nullptr, std::free) : Allocate(bytes);
+    if (bytes != 0 && scratch == nullptr) return NoMemory("weight_only_matmul", bytes);
     const Kernels& kernels = KernelsHere();
     if (bytes != 0) {
       constexpr int64_t kGrain = 1 << 14;
