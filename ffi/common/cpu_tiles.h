@@ -14,8 +14,8 @@
 
 namespace jq {
 
-constexpr int kTileSide = 16;       // rows of a tile, and columns of one of sums
-constexpr int kTileRowBytes = 64;   // the most of a row
+constexpr int kTileSide = 16;      // rows of a tile, and columns of one of sums
+constexpr int kTileRowBytes = 64;  // the most of a row
 
 // Of each of the eight tiles: how many rows, and bytes of a row.
 struct alignas(64) TileShapes {
